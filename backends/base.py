@@ -73,6 +73,10 @@ class ClaimLost(StoreError):
     """The claim is closed, expired, or superseded. Normal: read again and adopt what stands there."""
 
 
+class StoreConfigurationError(ValueError):
+    """A store's URL cannot mean anything: raised when a store is opened, never later."""
+
+
 class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """What is written; JSON with a version. Readers ignore fields they do not know."""
 

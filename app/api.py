@@ -1,0 +1,121 @@
+"""The control plane: health, readiness, metrics, the merged model list; OpenAI-shaped errors for all other paths."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import unquote
+
+import httpx
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from app.errors import TurnError, error_response
+from app.metrics import Metrics
+from app.workers import Fleet, Worker
+
+_MODELS_TIMEOUT = 5.0
+"""Seconds that a worker has to list its models; slower ones are left out of that answer."""
+_FORWARDED = ("authorization", "openai-organization", "openai-project")
+
+
+def add_control_plane(
+    app: FastAPI, *, fleet: Fleet, metrics: Metrics, draining: Callable[[], bool], tls: ssl.SSLContext
+) -> None:
+    """Register the routes on `app`. `tls` is for https workers."""
+
+    @app.get("/health", summary="The process answers")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready", summary="This replica may be sent traffic")
+    async def ready() -> Response:
+        """Not tied to the claim store: replicas go on without it, and one hiccup must not take all of them out."""
+        available = sum(worker.available for worker in fleet)
+        status = "draining" if draining() else "ready" if available else "no worker available"
+        return JSONResponse(
+            {"status": status, "workers": len(fleet), "available": available},
+            status_code=200 if status == "ready" else 503,
+        )
+
+    @app.get("/metrics", summary="Prometheus metrics")
+    async def render_metrics() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/v1/models", summary="The models of all workers")
+    async def models(request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": await _merged_models(fleet, request, tls)})
+
+    @app.get("/v1/models/{name:path}", summary="One model")
+    async def model(name: str, request: Request) -> Response:
+        for entry in await _merged_models(fleet, request, tls):
+            if entry["id"] == unquote(name):
+                return JSONResponse(entry)
+        raise TurnError("model_not_found", f"no worker has the model {name!r}", param="model")
+
+    @app.exception_handler(TurnError)
+    async def on_turn_error(_: Request, error: TurnError) -> Response:
+        return _answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 405:
+            allow = (error.headers or {}).get("Allow", "")
+            return _answer(
+                TurnError(
+                    "method_not_allowed",
+                    f"{request.method} is not allowed at {request.url.path}; allowed: {allow}",
+                    headers=((b"allow", allow.encode()),),
+                )
+            )
+        return _answer(
+            TurnError("not_found", f"there is nothing at {request.method} {request.url.path}; the API is below /v1/")
+        )
+
+    @app.exception_handler(Exception)  # the framework logs it with its traceback
+    async def on_fault(_: Request, error: Exception) -> Response:
+        return _answer(TurnError("internal_error", "the router failed to answer; its log has the reason"))
+
+
+def _answer(error: TurnError) -> Response:
+    status, headers, body = error_response(error)
+    response = Response(body, status)
+    response.raw_headers = headers
+    return response
+
+
+async def _merged_models(fleet: Fleet, request: Request, tls: ssl.SSLContext) -> list[dict[str, Any]]:
+    """The workers' models, each id once, in the workers' order. Raises TurnError when no worker answered."""
+    headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+    workers = list(fleet)
+    if not workers:
+        raise TurnError("no_worker", "no worker is configured; start the router with --worker URL")
+    # The environment's proxies are for the internet; workers are reached directly, as turns are.
+    async with httpx.AsyncClient(trust_env=False, verify=tls, timeout=_MODELS_TIMEOUT) as client:
+        lists = await asyncio.gather(*(_models_of(client, worker, headers) for worker in workers))
+    answered = [entries for entries in lists if isinstance(entries, list)]
+    if not answered:
+        refused = next((error for error in lists if isinstance(error, TurnError)), None)
+        raise refused or TurnError("worker_unreachable", "no worker answered with its models")
+    merged: dict[str, dict[str, Any]] = {}
+    for entry in (entry for entries in answered for entry in entries):
+        merged.setdefault(entry["id"], entry)
+    return list(merged.values())
+
+
+async def _models_of(
+    client: httpx.AsyncClient, worker: Worker, headers: dict[str, str]
+) -> list[dict[str, Any]] | TurnError | None:
+    try:
+        response = await client.get(f"{worker.url}/v1/models", headers=headers)
+        if response.status_code == 401:
+            return TurnError("invalid_api_key", "the workers refuse this API key")
+        response.raise_for_status()
+        data = response.json()["data"]
+        return [entry for entry in data if isinstance(entry, dict) and isinstance(entry.get("id"), str)]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None

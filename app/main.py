@@ -1,0 +1,143 @@
+"""The only wiring: settings in, application out. Two routers fit in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import ssl
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from app.affinity import Affinity
+from app.api import add_control_plane
+from app.config import Settings, WorkerSpec
+from app.identity import KeyHasher
+from app.metrics import Metrics
+from app.policies import POLICIES
+from app.proxy import Limits, Proxy
+from app.workers import Fleet, make_worker
+from backends import ClaimStore, Guarantee, open_store
+
+SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
+"""How the processes of one `serve --processes N` get the settings that were read and checked once."""
+
+
+class Router(FastAPI):
+    """The application. Proxied paths go straight to the data plane and never enter the framework's middleware or
+    routing; FastAPI answers all others."""
+
+    proxy: Proxy
+    affinity: Affinity
+    fleet: Fleet
+    metrics: Metrics
+    draining = False
+    """Set before the port closes, so that `/ready` fails while turns are still taken."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_proxied(scope["path"]):
+            await self.proxy(scope, receive, send)  # type: ignore[arg-type]  # ASGI servers give coroutine functions
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def is_proxied(path: str) -> bool:
+    """Everything below /v1/ but the model list, which is merged from all workers."""
+    return path.startswith("/v1/") and not (path == "/v1/models" or path.startswith("/v1/models/"))
+
+
+def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
+    """The router for `settings`. `store` overrides the one that `settings.claims` names; the caller closes it."""
+    tls = _worker_tls(settings)
+    fleet = Fleet(
+        make_worker(
+            spec.url,
+            name=spec.name,
+            tls=tls,
+            connect_limit=settings.connect_timeout,
+            idle_limit=settings.worker_keepalive,
+        )
+        for spec in map(WorkerSpec, settings.worker)
+    )
+    metrics = Metrics()
+    policy = POLICIES[settings.policy]()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        assert isinstance(app, Router)
+        async with contextlib.AsyncExitStack() as stack:
+            claims = store
+            if claims is None:
+                claims = await open_claims(settings)
+                stack.push_async_callback(claims.aclose)
+            app.affinity = Affinity(
+                claims,
+                fleet,
+                policy,
+                metrics,
+                replica=settings.replica,
+                ttl=settings.session_ttl,
+                max_stale=settings.max_stale,
+                capacity=settings.claim_cache,
+                refuse_on_outage=settings.on_store_outage == "refuse",
+                close_limit=settings.store_deadline,
+            )
+            app.proxy = Proxy(
+                fleet=fleet,
+                policy=policy,
+                affinity=app.affinity,
+                hasher=KeyHasher(settings.session_secret.get_secret_value().encode()),
+                metrics=metrics,
+                limits=Limits(
+                    body_bytes=settings.max_body_bytes,
+                    first_byte=settings.first_byte_timeout,
+                    idle=settings.idle_timeout,
+                    total=settings.turn_timeout,
+                ),
+            )
+            _register_gauges(app)
+            app.affinity.start()
+            stack.push_async_callback(app.affinity.aclose)
+            stack.callback(fleet.close)
+            yield
+
+    app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.fleet, app.metrics = fleet, metrics
+    add_control_plane(app, fleet=fleet, metrics=metrics, draining=lambda: app.draining, tls=tls)
+    return app
+
+
+async def open_claims(settings: Settings) -> ClaimStore:
+    """The store that the settings name. Raises StoreConfigurationError."""
+    need = Guarantee.ACROSS_PROCESSES if settings.processes > 1 else Guarantee.NONE
+    return await open_store(settings.claims, need=need, deadline=settings.store_deadline)
+
+
+def app_from_environment() -> Router:
+    """For the processes of `serve --processes N`."""
+    return create_app(Settings.model_validate_json(os.environ[SETTINGS_VARIABLE]))
+
+
+def _worker_tls(settings: Settings) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(settings.worker_ca) if settings.worker_ca else None)
+    if not settings.worker_tls_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+def _register_gauges(app: Router) -> None:
+    affinity, metrics, proxy = app.affinity, app.metrics, app.proxy
+    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: proxy.turns)
+    metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
+    metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
+    metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
+    metrics.gauge("coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up")
+    metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching)
+    in_flight = metrics.labelled_gauge("coatcheck_in_flight", "Attempts that hold a slot.", "worker")
+    connections = metrics.labelled_gauge("coatcheck_worker_connections", "Open connections, idle ones too.", "worker")
+    for worker in app.fleet:
+        in_flight.labels(worker.name).set_function(lambda w=worker: w.in_flight)  # type: ignore[misc]
+        connections.labels(worker.name).set_function(lambda w=worker: w.pool.open)  # type: ignore[misc]

@@ -1,0 +1,436 @@
+"""HTTP/1.1 connections to workers, and the pool of idle ones.
+
+One connection carries one exchange at a time. The response head wakes the turn; from then on body bytes are *pushed*
+into the turn's sink from `data_received`, without a future or a task switch per piece. The parser is httptools
+(llhttp), the one that uvicorn has in front, so both sides read HTTP alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+from collections import deque
+from typing import Any, Protocol
+
+import httptools
+
+from app.headers import Header
+
+_HOLD_BYTES = 256 * 1024
+"""Body bytes kept for a turn that has not begun to relay, before reading is paused."""
+_HEAD_BYTES = 256 * 1024
+"""A worker's response head may not be longer."""
+
+# The router's own limits, not the worker's state.
+_OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+
+
+class AttemptFailed(Exception):
+    """One attempt at a worker failed; the subclass names the phase."""
+
+
+class ConnectFailed(AttemptFailed):
+    """No connection: refused, unreachable, unresolvable, TLS refused, or not within the limit. Surely nothing ran."""
+
+
+class LocalLimit(AttemptFailed):
+    """The router is out of sockets or memory. Not the worker's fault; surely nothing ran."""
+
+
+class StaleConnection(AttemptFailed):
+    """A reused connection closed before any byte of a response: the worker had closed it while it was idle."""
+
+
+class ConnectionBroken(AttemptFailed):
+    """Closed or reset after the request was sent. The worker may have begun to work on it."""
+
+
+class BadResponse(AttemptFailed):
+    """What the worker sent is not HTTP/1.1."""
+
+
+class AttemptTimeout(AttemptFailed):
+    """The worker was silent longer than a limit allows."""
+
+
+class Sink(Protocol):
+    """Takes a response body as it comes. Called from the event loop's read callback: must not block."""
+
+    def on_data(self, data: bytes, end: bool) -> None:
+        """Some body bytes (may be none when `end`); `end` says that the message is complete."""
+
+    def on_failure(self, failure: AttemptFailed) -> None:
+        """The body will not be completed."""
+
+
+class WorkerConnection(asyncio.Protocol):
+    """One connection. `send` begins an exchange, `relay` starts the push, `release` ends it.
+
+    Invariant: `_head` is pending from `send` until the head or a failure; `_sink` is set from `relay` until the end or
+    a failure; a connection is in its pool exactly when neither holds and `_exchange` is False.
+    """
+
+    __slots__ = (
+        "_close_delimited",
+        "_complete",
+        "_connected",
+        "_exchange",
+        "_failure",
+        "_head",
+        "_head_bytes",
+        "_head_only",
+        "_held",
+        "_interim",
+        "_keep_alive",
+        "_loop",
+        "_parser",
+        "_paused",
+        "_pieces",
+        "_pool",
+        "_sink",
+        "_transport",
+        "_used",
+        "first_byte",
+        "headers",
+        "idle_since",
+        "last_read",
+        "status",
+    )
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
+        self._loop = loop
+        self._pool = pool
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._connected = False
+        self._exchange = False
+        self._used = False
+        self._paused = False
+        self._sink: Sink | None = None
+        self._head: asyncio.Future[None] | None = None
+        self._failure: AttemptFailed | None = None
+        self.idle_since = 0.0
+        self.last_read = 0.0
+        self._begin(False)
+
+    def _begin(self, head_only: bool) -> None:
+        self.status = 0
+        self.headers: list[Header] = []
+        self.first_byte = False
+        self._head_only = head_only
+        self._head_bytes = 0
+        self._interim = False
+        self._complete = False
+        self._close_delimited = False
+        self._keep_alive = True
+        self._pieces: list[bytes] = []
+        self._held = 0
+
+    # -- the turn's side
+
+    def send(self, head: bytes, body: bytes, *, head_only: bool) -> asyncio.Future[None]:
+        """Write a request. The future is done when the response head is in `status` and `headers`; it raises
+        StaleConnection, ConnectionBroken or BadResponse. `head_only`: the method was HEAD."""
+        assert self._transport is not None
+        self._begin(head_only)
+        self._exchange = True
+        self._head = future = self._loop.create_future()
+        self.last_read = self._loop.time()
+        if self._transport.is_closing():
+            self._fail(StaleConnection("the worker had closed the idle connection"))
+        elif body and len(body) <= 65536:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            if body:
+                self._transport.write(body)
+        return future
+
+    def relay(self, sink: Sink) -> None:
+        """Push the body into `sink` from now on, beginning with what has already come."""
+        self.resume()  # first: the sink may pause again
+        if self._pieces or self._complete:
+            pieces, self._pieces, self._held = self._pieces, [], 0
+            if not self._complete:
+                self._sink = sink
+            sink.on_data(b"".join(pieces), self._complete)
+        else:
+            self._sink = sink
+        if self._failure is not None:
+            self._sink = None
+            sink.on_failure(self._failure)
+
+    def pause(self) -> None:
+        """Stop reading: the client is slower than the worker."""
+        if not self._paused and self._transport is not None and not self._transport.is_closing():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            if self._transport is not None and not self._transport.is_closing():
+                self._transport.resume_reading()
+
+    def fail(self, failure: AttemptFailed) -> None:
+        """Give the exchange up (a limit was exceeded, the client left) and cut the connection."""
+        self._fail(failure)
+        self._abort()
+
+    def release(self) -> None:
+        """End the exchange: back to the pool when the response was complete, else cut. Idempotent."""
+        if not self._exchange:
+            return
+        self._exchange = False
+        self._sink = None
+        self._head = None
+        self._pieces = []
+        transport = self._transport
+        if (
+            self._complete
+            and self._keep_alive
+            and self._connected
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        ):
+            self.resume()
+            self._used = True
+            self._pool.give(self)
+        else:
+            self._abort()
+
+    def close(self) -> None:
+        """Close an idle connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    @property
+    def reused(self) -> bool:
+        return self._used
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, failure: AttemptFailed) -> None:
+        if self._failure is None:
+            self._failure = failure
+        if self._head is not None and not self._head.done():
+            self._head.set_exception(failure)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.on_failure(failure)
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connected = True
+        self._pool.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connected = False
+        self._parser = None  # it holds our callbacks: end the reference cycle
+        self._pool.closed(self)
+        if not self._exchange or self._complete or self._failure is not None:
+            return
+        if self._close_delimited and exc is None:
+            self._keep_alive = False
+            self._finish()
+            return
+        if self._used and not self.first_byte:
+            self._fail(StaleConnection("the worker had closed the idle connection"))
+        elif self.status:
+            self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))
+        else:
+            self._fail(ConnectionBroken("the worker closed the connection without a response"))
+
+    def eof_received(self) -> None:
+        return None  # the transport closes itself and connection_lost tells what it means
+
+    def data_received(self, data: bytes) -> None:
+        self.last_read = self._loop.time()
+        if not self._exchange or self._complete:
+            # Bytes nobody asked for: the stream of messages cannot be trusted any more.
+            self._keep_alive = False
+            self._abort()
+            return
+        self.first_byte = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self.fail(BadResponse("the worker switched protocols without being asked"))
+            return
+        except httptools.HttpParserError as error:
+            if not self._complete:
+                self.fail(BadResponse(f"the worker's response is not valid HTTP: {error}"))
+                return
+            self._keep_alive = False  # a complete answer followed by rubbish: the answer stands
+        if not self.status:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES:
+                self.fail(BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes"))
+            return
+        if self._complete:
+            self._finish()
+        elif self._pieces:
+            sink = self._sink
+            if sink is not None:
+                pieces, self._pieces = self._pieces, []
+                sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), False)
+            else:
+                self._held += len(data)
+                if self._held > _HOLD_BYTES:
+                    self.pause()
+
+    def _finish(self) -> None:
+        self._complete = True
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            pieces, self._pieces = self._pieces, []
+            sink.on_data(b"".join(pieces), True)
+
+    # -- httptools' side
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._keep_alive = False  # a second response to one request
+            return
+        self.headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # later ones are trailers, which end here
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._interim = status != 101
+            return
+        self.status = status
+        self._keep_alive = self._parser.should_keep_alive()
+        if self._head_only:
+            # llhttp does not know the request's method and would wait for the body that the header announces.
+            self._complete = True
+            self._parser = httptools.HttpResponseParser(self)
+        elif status not in (204, 304) and not any(
+            name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
+        ):
+            self._close_delimited = True  # RFC 9112 6.3, rule 8
+            self._keep_alive = False
+        if self._head is not None and not self._head.done():
+            self._head.set_result(None)
+
+    def on_body(self, body: bytes) -> None:
+        if not self._complete:
+            self._pieces.append(body)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+            return
+        self._complete = True
+
+
+class Pool:
+    """The connections to one worker: the idle ones, newest first, and how many are open.
+
+    `take` decides without awaiting; `connect` awaits without deciding.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        tls: ssl.SSLContext | None = None,
+        server_name: str | None = None,
+        connect_limit: float = 5.0,
+        idle_limit: float = 4.0,
+        max_idle: int = 1024,
+    ) -> None:
+        """`connect_limit`, `idle_limit` in seconds. The idle limit is below the usual 5 s of servers like uvicorn, so
+        that we seldom write into a connection that is being closed at the other end."""
+        self._host, self._port, self._tls = host, port, tls
+        self._server_name = server_name
+        self._connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
+        self._idle: deque[WorkerConnection] = deque()
+        self._all: set[WorkerConnection] = set()
+        self._reaper: asyncio.TimerHandle | None = None
+        self._closing = False
+
+    @property
+    def open(self) -> int:
+        return len(self._all)
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def take(self) -> WorkerConnection | None:
+        """The most recently used idle connection, or None: then `connect`."""
+        if self._idle:
+            return self._idle.pop()
+        return None
+
+    async def connect(self) -> WorkerConnection:
+        """A new connection. Raises ConnectFailed or LocalLimit."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._connect_limit):
+                _, connection = await loop.create_connection(
+                    lambda: WorkerConnection(loop, self),
+                    self._host,
+                    self._port,
+                    ssl=self._tls,
+                    server_hostname=(self._server_name or self._host) if self._tls else None,
+                )
+        except TimeoutError as error:
+            raise ConnectFailed(f"no connection within {self._connect_limit:g} s") from error
+        except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors
+            if error.errno in _OUR_FAULT:
+                raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error
+            raise ConnectFailed(error.strerror or str(error) or type(error).__name__) from error
+        return connection
+
+    def give(self, connection: WorkerConnection) -> None:
+        """Take back a connection that is ready for the next request."""
+        if self._closing or len(self._idle) >= self._max_idle:
+            connection.close()
+            return
+        loop = connection._loop
+        connection.idle_since = loop.time()
+        self._idle.append(connection)
+        if self._reaper is None:
+            self._reaper = loop.call_later(self._idle_limit, self._reap, loop)
+
+    def opened(self, connection: WorkerConnection) -> None:
+        self._all.add(connection)
+
+    def closed(self, connection: WorkerConnection) -> None:
+        self._all.discard(connection)
+        with_idle = self._idle
+        if connection in with_idle:
+            with_idle.remove(connection)
+
+    def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
+        oldest = loop.time() - self._idle_limit
+        while self._idle and self._idle[0].idle_since <= oldest:
+            self._idle.popleft().close()
+        self._reaper = (
+            loop.call_at(self._idle[0].idle_since + self._idle_limit, self._reap, loop) if self._idle else None
+        )
+
+    def close(self) -> None:
+        """Close idle connections now and busy ones when they are released."""
+        self._closing = True
+        if self._reaper is not None:
+            self._reaper.cancel()
+            self._reaper = None
+        while self._idle:
+            self._idle.pop().close()

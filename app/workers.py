@@ -1,0 +1,168 @@
+"""The fleet: workers, the targets inside them, and what this replica knows of their state."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+import time
+from collections.abc import Callable, Iterable, Iterator
+from urllib.parse import urlsplit
+
+from app.upstream import Pool
+
+_AVOID_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""How long a worker that could not be reached gets no new sessions, by how often in a row that happened."""
+
+
+class WorkerError(ValueError):
+    """A worker was described wrongly; the message names what and the remedy."""
+
+
+class Worker:
+    """One inference server. `in_flight` counts attempts that hold a slot, `reserved` claims being made for it."""
+
+    __slots__ = ("_avoid_until", "_clock", "_unreachable", "authority", "base_path", "in_flight", "known", "name",
+                 "pool", "reserved", "targets", "url")  # fmt: skip
+
+    def __init__(self, name: str, url: str, pool: Pool, *, clock: Callable[[], float] = time.monotonic) -> None:
+        parts = urlsplit(url)
+        self.name = name
+        self.url = url
+        self.authority = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
+        self.base_path = parts.path.rstrip("/").encode()
+        self.pool = pool
+        self.targets = (Target(self, None),)
+        self.in_flight = 0
+        self.reserved = 0
+        self.known = True
+        """False once the worker has left the fleet; its running turns go on."""
+        self._clock = clock
+        self._unreachable = 0
+        self._avoid_until = 0.0
+
+    @property
+    def available(self) -> bool:
+        """May be given a new session."""
+        return self.known and self._clock() >= self._avoid_until
+
+    @property
+    def load(self) -> int:
+        return self.in_flight + self.reserved
+
+    def unreachable(self) -> None:
+        """A connection could not be made."""
+        self._avoid_until = self._clock() + _AVOID_SECONDS[min(self._unreachable, len(_AVOID_SECONDS) - 1)]
+        self._unreachable += 1
+
+    def reached(self) -> None:
+        """A connection was made."""
+        if self._unreachable:
+            self._unreachable = 0
+            self._avoid_until = 0.0
+
+
+class Target:
+    """A worker and, where it has data-parallel ranks, one of them."""
+
+    __slots__ = ("rank", "worker")
+
+    def __init__(self, worker: Worker, rank: int | None) -> None:
+        self.worker = worker
+        self.rank = rank
+
+    @property
+    def load(self) -> int:
+        return self.worker.load
+
+
+class Fleet:
+    """The workers this replica may use, by name."""
+
+    def __init__(self, workers: Iterable[Worker]) -> None:
+        """Raises WorkerError when two workers have one name."""
+        self._workers: dict[str, Worker] = {}
+        for worker in workers:
+            other = self._workers.get(worker.name)
+            if other is not None:
+                raise WorkerError(
+                    f"two workers are called {worker.name!r}: {other.url} and {worker.url}; "
+                    "give one another name (--worker URL,name=...)"
+                )
+            self._workers[worker.name] = worker
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def find(self, name: str, rank: int | None) -> Target | None:
+        """The target that a claim names, or None when it is not in this fleet."""
+        worker = self._workers.get(name)
+        if worker is None:
+            return None
+        for target in worker.targets:
+            if target.rank == rank:
+                return target
+        return None
+
+    def candidates(self, excluded: frozenset[str] = frozenset()) -> list[Target]:
+        """The targets a new session may go to. When every worker is being avoided, all that are known: trying beats
+        refusing."""
+        workers = [w for w in self._workers.values() if w.known and w.name not in excluded]
+        good = [w for w in workers if w.available]
+        return [target for worker in good or workers for target in worker.targets]
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.pool.close()
+
+
+def worker_name(url: str) -> str:
+    """The name of a worker that was not given one: opaque, so that addresses do not leak, and the same on every
+    replica that is given the same URL."""
+    return "w-" + hashlib.blake2b(normal_url(url).encode(), digest_size=5, person=b"coatcheck-worker").hexdigest()
+
+
+def normal_url(url: str) -> str:
+    """Scheme, host, port and path of a worker's URL in one spelling. Raises WorkerError."""
+    parts = urlsplit(url.strip())
+    remedy = "write it as http://host:port or https://host:port"
+    if parts.scheme not in ("http", "https"):
+        raise WorkerError(f"worker {url!r} has no http or https scheme; {remedy}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise WorkerError(f"worker {url!r}: {error}; {remedy}") from error
+    if not host:
+        raise WorkerError(f"worker {url!r} names no host; {remedy}")
+    if parts.query or parts.fragment or parts.username is not None:
+        raise WorkerError(f"worker {url!r} has a query, a fragment or a user in it; {remedy}")
+    shown = f"[{host}]" if ":" in host else host
+    # People paste OpenAI base URLs; turns bring their own /v1.
+    path = parts.path.rstrip("/").removesuffix("/v1")
+    return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}{path}"
+
+
+def make_worker(
+    url: str,
+    *,
+    name: str | None = None,
+    tls: ssl.SSLContext | None = None,
+    connect_limit: float,
+    idle_limit: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> Worker:
+    """A worker from its URL. `tls` is used for https URLs; limits in seconds. Raises WorkerError."""
+    url = normal_url(url)
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    pool = Pool(
+        parts.hostname,
+        parts.port,
+        tls=tls if parts.scheme == "https" else None,
+        connect_limit=connect_limit,
+        idle_limit=idle_limit,
+    )
+    return Worker(name or worker_name(url), url, pool, clock=clock)

@@ -12,7 +12,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 AFFINITY_OUTCOMES = ("created", "cached", "stored", "rebound", "degraded", "none")
-TURN_OUTCOMES = ("completed", "client_error", "worker_error", "aborted", "broken", "rejected", "unplaced")
+TURN_OUTCOMES = ("completed", "client_error", "worker_error", "aborted", "broken", "rejected", "unplaced", "failed")
 
 _MAX_MODELS = 100
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -185,6 +185,12 @@ class Turn:
             self._outcome = "aborted"
             if self._final and self._entry is not None:
                 self._entry.closing = True
+        except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
+            self._outcome = "failed"
+            log.exception("turn %s failed", self._request_id.decode("latin-1"))
+            if self._done is not None:
+                raise  # the answer has begun: the server cuts the connection
+            await self._refuse(TurnError("internal_error", "the router failed; its log has the reason"))
         finally:
             self._account()
 
@@ -286,8 +292,8 @@ class Turn:
             entry.closing = True
         headers = response_headers(connection.headers, status)
         headers += self._own_headers()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self._done = self._loop.create_future()
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         connection.relay(self)
         await self._done
         if self._held is not None:
@@ -305,7 +311,8 @@ class Turn:
     async def _refuse(self, error: TurnError) -> None:
         """Answer with an error of our own, before any response was started."""
         status, headers, body = error_response(error)
-        self._outcome = "rejected" if status < 500 else "unplaced" if self._connection is None else "worker_error"
+        if self._outcome != "failed":
+            self._outcome = "rejected" if status < 500 else "unplaced" if self._connection is None else "worker_error"
         if self._entry is not None and self._final and status < 500:
             self._entry.closing = True
             await self._close_session()

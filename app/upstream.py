@@ -11,7 +11,7 @@ import asyncio
 import errno
 import ssl
 from collections import deque
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import httptools
 
@@ -226,8 +226,7 @@ class WorkerConnection(asyncio.Protocol):
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses
         self._connected = True
         self._pool.opened(self)
 

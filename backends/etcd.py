@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import ipaddress
 import logging
 import math
 import secrets
@@ -63,8 +64,8 @@ from backends.base import (
 
 DEADLINE_S = 2.0
 PROGRESS_INTERVAL_S = 2.0
-"""How often a watch is asked for a sign of life. It raises after two intervals and `PROGRESS_MARGIN_S` of silence."""
-PROGRESS_MARGIN_S = 1.0
+"""How often a watch is asked for a sign of life; it raises after `SILENT_INTERVALS` of silence."""
+SILENT_INTERVALS = 2.5
 MAX_PENDING_EVENTS = 10_000
 """A subscriber further behind than this gets one Reset instead."""
 MAX_KNOWN_LEASES = 10_000
@@ -187,20 +188,29 @@ def _parse_options(query: str) -> dict[str, str]:
 
 
 def _target(host: str) -> str:
-    """One endpoint as a gRPC target, e.g. `ipv4:10.0.0.1:2379`, `ipv6:[::1]:2379`, `dns:///etcd:2379`."""
+    """One endpoint as a gRPC target: `ipv4:10.0.0.1:2379`, `ipv6:[::1]:2379`, `dns:///etcd:2379`."""
     if host.startswith("["):
-        name, _, rest = host[1:].partition("]")
-        scheme = "ipv6:"
-        port = rest[1:] if rest.startswith(":") else "2379" if not rest else ""
-        valid = ":" in name
+        name, bracket, rest = host[1:].partition("]")
+        port = rest.removeprefix(":") if rest else "2379"
+        scheme = "ipv6" if bracket and _is_address(ipaddress.IPv6Address, name) and rest[:1] in ("", ":") else ""
     else:
-        name, separator, port = host.partition(":")
-        port = port if separator else "2379"
-        scheme = "ipv4:" if name.replace(".", "").isdigit() else "dns:///"
-        valid = bool(name) and ":" not in port
-    if not valid or not port.isdecimal() or not 0 < int(port) < 65536:
+        name, colon, rest = host.partition(":")
+        port = rest if colon else "2379"
+        if name.replace(".", "").isdigit():
+            scheme = "ipv4" if _is_address(ipaddress.IPv4Address, name) else ""
+        else:
+            scheme = "dns" if name else ""
+    if not scheme or not port.isdecimal() or not 0 < int(port) < 65536:
         raise StoreConfigurationError(f"etcd: {host!r} is no host:port")
-    return f"{scheme}[{name}]:{port}" if scheme == "ipv6:" else f"{scheme}{name}:{port}"
+    return {"ipv4": f"ipv4:{name}:{port}", "ipv6": f"ipv6:[{name}]:{port}", "dns": f"dns:///{name}:{port}"}[scheme]
+
+
+def _is_address(kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address], name: str) -> bool:
+    try:
+        kind(name)
+    except ValueError:
+        return False
+    return True
 
 
 # --- what an error means ---------------------------------------------------------------------------------------------
@@ -831,7 +841,7 @@ class _Feed:
                     await endpoint.range(store._any_claim(), timeout=store._deadline, metadata=metadata)
                     self._push(Reset())
                     pings = asyncio.get_running_loop().create_task(self._ping(call))
-                    patience = 2 * store._progress_interval + PROGRESS_MARGIN_S
+                    patience = SILENT_INTERVALS * store._progress_interval
                     while True:
                         silence.reschedule(asyncio.get_running_loop().time() + patience)
                         if not self._take(await call.read()):

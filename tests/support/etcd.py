@@ -191,6 +191,18 @@ class EtcdServer:
         except OSError:
             return False
 
+    def metric(self, name: str, *labels: str) -> float:
+        """The sum of a metric's series that carry all these labels (`grpc_method="Txn"`)."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        series = (line for line in lines if re.match(rf"{name}[{{ ]", line) and all(label in line for label in labels))
+        return sum(float(line.rpartition(" ")[2]) for line in series)
+
+    def calls(self, method: str) -> int:
+        """How many gRPC calls of this method have begun."""
+        return int(self.metric("grpc_server_started_total", f'grpc_method="{method}"'))
+
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nobody answers."""
         os.kill(self.pid, signal.SIGSTOP)

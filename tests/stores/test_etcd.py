@@ -1,0 +1,1039 @@
+"""What only etcd can do to a claim store: members die, tokens expire, leases run out, watches go deaf, disks fill up.
+
+The contract itself is checked by the conformance suite; each test here has a reason in etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from aetcd import rpc
+
+from backends.base import (
+    Claim,
+    ClaimLost,
+    ClaimOutcome,
+    ClaimValue,
+    CloseOutcome,
+    Deleted,
+    OutcomeUnknown,
+    Reset,
+    StoreConfigurationError,
+    StoreUnavailable,
+)
+from backends.etcd import EtcdStore, EtcdUrl
+from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
+from tests.support.scripted_etcd import ScriptedEtcd
+from tests.support.tcp import TcpProxy
+
+DEADLINE = 1.0
+INTERVAL = 0.2
+"""Between signs of life; a watch is given up after 2.5 of them."""
+T = TypeVar("T")
+Open = Callable[..., Awaitable[EtcdStore]]
+
+
+@pytest.fixture(params=sorted(ETCD_BINARIES))
+def binary(request: pytest.FixtureRequest) -> Path:
+    return ETCD_BINARIES[request.param]
+
+
+@pytest.fixture(scope="module", params=sorted(ETCD_BINARIES))
+def shared(request: pytest.FixtureRequest) -> Iterator[EtcdServer]:
+    """For tests that leave the server as it is; each uses its own prefix."""
+    with EtcdServer(ETCD_BINARIES[request.param]) as server:
+        yield server
+
+
+@pytest.fixture
+def server(binary: Path) -> Iterator[EtcdServer]:
+    """For tests that are rough with it."""
+    with EtcdServer(binary) as server:
+        yield server
+
+
+@pytest.fixture
+async def open_store() -> AsyncIterator[Open]:
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def open_(url: str, **options: float) -> EtcdStore:
+            options = {"deadline": DEADLINE, "progress_interval": INTERVAL} | options
+            store = await EtcdStore.open(url, **options)
+            stack.push_async_callback(store.aclose)
+            return store
+
+        yield open_
+
+
+def fresh_prefix() -> str:
+    return f"t{secrets.token_hex(6)}"
+
+
+def value(worker: str = "w-1") -> ClaimValue:
+    return ClaimValue(worker=worker, rank=0)
+
+
+async def insist(call: Callable[[], Awaitable[T]], seconds: float = 15) -> T:
+    """What a caller does with a store that comes and goes: the same call again."""
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            return await call()
+        except (StoreUnavailable, OutcomeUnknown):
+            if time.monotonic() > give_up:
+                raise
+            await asyncio.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.02)
+
+
+async def next_event(events: AsyncIterator[Any], seconds: float = 5) -> Any:
+    return await asyncio.wait_for(anext(events), seconds)
+
+
+class Stopwatch:
+    def __enter__(self) -> Stopwatch:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._start
+
+
+# --- the URL
+
+
+@pytest.mark.parametrize(
+    ("url", "targets", "prefix"),
+    [
+        ("etcd://127.0.0.1/p", ("ipv4:127.0.0.1:2379",), "p"),
+        ("etcd://127.0.0.1:1,etcd-2.example:2/a/b/", ("ipv4:127.0.0.1:1", "dns:///etcd-2.example:2"), "a/b"),
+        ("etcd://[::1]:2379,[fe80::1]/p%20q", ("ipv6:[::1]:2379", "ipv6:[fe80::1]:2379"), "p q"),
+    ],
+)
+def test_a_url_names_endpoints_and_a_prefix(url: str, targets: tuple[str, ...], prefix: str) -> None:
+    parsed = EtcdUrl.parse(url)
+    assert (parsed.targets, parsed.prefix) == (targets, prefix)
+
+
+def test_a_url_carries_a_login_that_is_never_shown() -> None:
+    parsed = EtcdUrl.parse("etcd://me:s%40cret@h:1/p")
+    assert (parsed.user, parsed.read_password()) == ("me", "s@cret")
+    assert "s@cret" not in repr(parsed)
+
+
+def test_a_password_file_is_read_anew_for_each_login(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("one\n")
+    parsed = EtcdUrl.parse(f"etcd://me@h/p?password_file={file}")
+    assert parsed.read_password() == "one"
+    file.write_text("two\n")
+    assert parsed.read_password() == "two"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h/p",
+        "etcd://h",
+        "etcd://h/",
+        "etcd:///p",
+        "etcd://h:0/p",
+        "etcd://h:x/p",
+        "etcd://h:/p",
+        "etcd://h,/p",
+        "etcd://::1/p",
+        "etcd://[::1/p",
+        "etcd://[h]:1/p",
+        "etcd://user@h/p",
+        "etcd://user:a@h/p?password_file=/dev/null",
+        "etcd://h/p?tsl=true",
+        "etcd://h/p?tls=yes",
+        "etcd://h/p?tls=true&tls=true",
+        "etcd://h/p?tls",
+        "etcd://h/p?server_name=x",
+        f"etcd://h/p?tls=true&cert={__file__}",
+        f"etcd://h/p?tls=true&ca={__file__}",
+        "etcd://h/p?tls=true&ca=/no/such/file",
+        "etcd://user@h/p?password_file=/no/such/file",
+    ],
+)
+async def test_a_url_that_means_nothing_is_refused_when_opened(url: str) -> None:
+    with pytest.raises(StoreConfigurationError):
+        await EtcdStore.open(url)
+
+
+# --- leases
+
+
+async def test_a_first_turn_costs_one_round_trip(shared: EtcdServer, open_store: Open) -> None:
+    url = shared.url(fresh_prefix())
+    ours, theirs = await open_store(url), await open_store(url)
+    for store in (ours, theirs):
+        await store.create_or_get("00", value(), 60)
+    before = {method: shared.calls(method) for method in ("Txn", "Range", "LeaseGrant", "LeaseTimeToLive")}
+    for number in range(1, 21):
+        mine = await ours.create_or_get(f"{number:02x}", value(), 60)
+        adopted = await theirs.create_or_get(f"{number:02x}", value(), 60)
+        assert mine.created
+        assert not adopted.created
+        assert adopted.claim.revision == mine.claim.revision
+    after = {method: shared.calls(method) - calls for method, calls in before.items()}
+    # "theirs" met our lease with its first claim already, and has asked about it then.
+    assert after == {"Txn": 40, "Range": 0, "LeaseGrant": 0, "LeaseTimeToLive": 0}
+
+
+async def test_concurrent_first_turns_share_one_lease(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    before = shared.calls("LeaseGrant")
+    await asyncio.gather(*(store.create_or_get(f"{number:02x}", value(), 60) for number in range(50)))
+    assert shared.calls("LeaseGrant") - before == 1
+
+
+async def test_few_leases_however_many_claims_and_a_renewed_claim_outlives_its_first(
+    server: EtcdServer, open_store: Open
+) -> None:
+    store = await open_store(server.url())
+    ttl = 1.0
+    kept = (await store.create_or_get("aa", value(), ttl)).claim
+    dropped = (await store.create_or_get("bb", value(), ttl)).claim
+    most = grants = 0
+    start = time.monotonic()
+    while time.monotonic() < start + 3.5:
+        for _ in range(10):
+            await store.create_or_get(secrets.token_hex(8), value(), ttl)
+        renewed = await store.renew(kept, ttl)
+        assert renewed.revision == kept.revision
+        assert renewed.expires_at >= time.monotonic() + ttl - 0.1
+        # A lease is made for each quarter, not for each claim; counted by the server.
+        granted = server.metric("etcd_debugging_lease_granted_total")
+        revoked = server.metric("etcd_debugging_lease_revoked_total")
+        most, grants = max(most, int(granted - revoked)), int(granted)
+        await asyncio.sleep(0.02)
+    assert 3 <= grants <= 5
+    assert most <= 5
+    assert await store.get("aa") is not None
+    assert await store.get("bb") is None
+    with pytest.raises(ClaimLost):
+        await store.renew(dropped, ttl)
+
+
+async def test_a_claim_stands_until_its_expiry_bound(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    claim = (await store.create_or_get("aa", value(), 1)).claim
+    await asyncio.sleep(claim.expires_at - time.monotonic() - 0.05)
+    assert await store.get("aa") is not None
+    await until_gone(store, "aa")
+
+
+async def until_gone(store: EtcdStore, key: str, seconds: float = 5) -> None:
+    give_up = time.monotonic() + seconds
+    while await store.get(key) is not None:
+        assert time.monotonic() < give_up
+        await asyncio.sleep(0.05)
+
+
+async def test_the_expiry_of_a_peers_claim_is_known_to_the_second_read(shared: EtcdServer, open_store: Open) -> None:
+    url = shared.url(fresh_prefix())
+    ours, theirs = await open_store(url), await open_store(url)
+    claim = (await theirs.create_or_get("aa", value(), 100)).claim
+    first = await ours.get("aa")
+    assert first is not None
+    assert first.expires_at == 0.0
+    asked = shared.calls("LeaseTimeToLive")
+    await until(lambda: bool(ours._leases))
+    second = (await ours.create_or_get("aa", value(), 100)).claim
+    # Counted in whole seconds, rounded down: never later than the truth.
+    assert claim.expires_at - 2 <= second.expires_at <= claim.expires_at
+    assert shared.calls("LeaseTimeToLive") - asked <= 1
+
+
+async def test_a_renewal_never_shortens_what_a_peer_gave(shared: EtcdServer, open_store: Open) -> None:
+    url = shared.url(fresh_prefix())
+    long, short = await open_store(url), await open_store(url)
+    claim = (await long.create_or_get("aa", value(), 100)).claim
+    puts = shared.metric("etcd_debugging_mvcc_put_total")
+    renewed = await short.renew(claim, 10)
+    assert renewed.expires_at >= claim.expires_at - 2
+    assert shared.metric("etcd_debugging_mvcc_put_total") == puts
+    assert (await short.renew(claim, 200)).expires_at > claim.expires_at + 100
+
+
+async def test_a_lease_revoked_by_hand_is_replaced(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    first = (await store.create_or_get("aa", value(), 60)).claim
+    for lease in list(store._leases):
+        shared.ctl("lease", "revoke", f"{lease:x}")
+    outcome = await store.create_or_get("aa", value(), 60)
+    assert outcome.created
+    assert outcome.claim.revision != first.revision
+    for lease in list(store._leases):
+        with contextlib.suppress(RuntimeError):
+            shared.ctl("lease", "revoke", f"{lease:x}")
+    claim = (await store.create_or_get("bb", value(), 60)).claim
+    assert (await store.renew(claim, 90)).revision == claim.revision
+
+
+# --- claims
+
+
+async def test_a_late_close_spares_the_successor(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    old = (await store.create_or_get("aa", value("old"), 60)).claim
+    assert await store.close(old) is CloseOutcome.CLOSED
+    new = (await store.create_or_get("aa", value("new"), 60)).claim
+    assert await store.close(old) is CloseOutcome.SUPERSEDED
+    assert await store.get("aa") == new
+
+
+async def test_a_value_that_is_no_claim_is_an_error_and_no_crash(shared: EtcdServer, open_store: Open) -> None:
+    prefix = fresh_prefix()
+    store = await open_store(shared.url(prefix))
+    shared.ctl("put", f"{prefix}/aa", "not json")
+    with pytest.raises(StoreUnavailable):
+        await store.get("aa")
+    with pytest.raises(StoreUnavailable):
+        await store.create_or_get("aa", value(), 60)
+
+
+async def test_more_claims_than_one_reply_can_carry(shared: EtcdServer, open_store: Open) -> None:
+    prefix = fresh_prefix()
+    store = await open_store(shared.url(prefix))
+    for first in range(0, 6400, 128):
+        puts = [
+            rpc.RequestOp(request_put=rpc.PutRequest(key=f"{prefix}/{number:08x}".encode(), value=b"x" * 1000))
+            for number in range(first, first + 128)
+        ]
+        await store._endpoints[0].txn(rpc.TxnRequest(success=puts))
+    await store.check()
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+
+
+async def test_check_leaves_no_trace_for_watchers_and_needs_an_etcd_that_takes_writes(
+    server: EtcdServer, open_store: Open
+) -> None:
+    store = await open_store(server.url())
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+        await store.check()
+        server.ctl("del", "coatcheck/~check")
+        claim = (await store.create_or_get("aa", value(), 60)).claim
+        await store.close(claim)
+        assert (await next_event(events)).key == "aa"
+    server.pause()
+    try:
+        with pytest.raises(StoreUnavailable):
+            await store.check()
+    finally:
+        server.resume()
+    await insist(store.check)
+
+
+# --- a server that is away
+
+
+async def test_a_store_may_be_opened_before_etcd_is_up(server: EtcdServer, open_store: Open) -> None:
+    server.kill()
+    store = await open_store(server.url())
+    with Stopwatch() as took:
+        with pytest.raises(StoreUnavailable):
+            await store.check()
+        with pytest.raises(StoreUnavailable):
+            await store.create_or_get("aa", value(), 60)
+        with pytest.raises(StoreUnavailable):
+            await anext(store.subscribe())
+    assert took.seconds < DEADLINE, "a refused connection need not wait for the deadline"
+    server.restart()
+    await insist(store.check)
+
+
+async def test_a_write_to_a_refused_connection_was_surely_not_applied(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url())
+    claim = (await store.create_or_get("aa", value(), 60)).claim
+    server.kill()
+    await asyncio.sleep(0.1)  # for the end of the connection to be seen
+    for call in (
+        lambda: store.create_or_get("bb", value(), 60),
+        lambda: store.renew(claim, 200),
+        lambda: store.close(claim),
+        lambda: store.get("aa"),
+    ):
+        with pytest.raises(StoreUnavailable):
+            await call()
+
+
+async def test_a_stopped_server_costs_the_deadline_and_no_more(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url())
+    claim = (await store.create_or_get("aa", value(), 60)).claim
+    server.pause()
+    for call, errors in (
+        (lambda: store.get("aa"), StoreUnavailable),
+        (lambda: store.create_or_get("bb", value(), 60), OutcomeUnknown),
+        (lambda: store.close(claim), OutcomeUnknown),
+    ):
+        with Stopwatch() as took, pytest.raises(errors):
+            await call()
+        assert took.seconds < DEADLINE + 0.3
+    server.resume()
+    assert (await insist(lambda: store.create_or_get("cc", value(), 60))).created
+
+
+async def test_claims_survive_a_restart_and_the_open_store_goes_on(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url())
+    claim = (await store.create_or_get("aa", value(), 60)).claim
+    server.restart()
+    assert await insist(lambda: store.get("aa")) == claim
+    assert await insist(lambda: store.close(claim)) is CloseOutcome.CLOSED
+
+
+async def test_a_lost_reply_is_an_unknown_outcome_and_the_same_call_finds_its_own_claim(
+    shared: EtcdServer, open_store: Open
+) -> None:
+    prefix = fresh_prefix()
+    async with TcpProxy("127.0.0.1", shared.client_port) as proxy:
+        store = await open_store(f"etcd://127.0.0.1:{proxy.port}/{prefix}", deadline=0.5)
+        direct = await open_store(shared.url(prefix))
+        await store.create_or_get("00", value(), 60)
+        mine = value("mine")
+        proxy.drop_replies = True
+        with pytest.raises(OutcomeUnknown):
+            await store.create_or_get("aa", mine, 60)
+        landed = await direct.get("aa")
+        assert landed is not None
+        assert landed.value == mine
+        proxy.drop_replies = False
+        proxy.sever()
+        again = await insist(lambda: store.create_or_get("aa", mine, 60))
+        assert again.created
+        assert again.claim.revision == landed.revision
+        # The same for a close and for a renewal.
+        proxy.drop_replies = True
+        with pytest.raises(OutcomeUnknown):
+            await store.close(landed)
+        proxy.drop_replies = False
+        proxy.sever()
+        assert await insist(lambda: store.close(landed)) is CloseOutcome.GONE
+
+
+async def test_a_reply_lost_with_its_connection_is_made_up_for_within_the_call(
+    shared: EtcdServer, open_store: Open
+) -> None:
+    async with TcpProxy("127.0.0.1", shared.client_port) as proxy:
+        store = await open_store(f"etcd://127.0.0.1:{proxy.port}/{fresh_prefix()}", deadline=2.0)
+        await store.create_or_get("00", value(), 60)
+        proxy.drop_replies = True
+        call = asyncio.create_task(store.create_or_get("aa", value(), 60))
+        await asyncio.sleep(0.1)
+        proxy.drop_replies = False
+        proxy.sever()
+        assert (await call).created
+
+
+async def test_closing_the_store_is_not_a_cancellation_for_its_callers(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url())
+    await store.create_or_get("00", value(), 60)
+    server.pause()
+    calls = [
+        asyncio.create_task(store.get("00")),
+        asyncio.create_task(store.create_or_get("aa", value(), 60)),
+        asyncio.create_task(store.create_or_get("bb", value(), 120)),
+    ]
+    events = store.subscribe()
+    watch = asyncio.create_task(anext(events))
+    await asyncio.sleep(0.05)
+    await store.aclose()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(result) for result in results] == [StoreUnavailable, OutcomeUnknown, StoreUnavailable]
+    with pytest.raises(StopAsyncIteration):
+        await watch
+    with pytest.raises(StoreUnavailable):
+        await store.get("00")
+    await store.aclose()
+    server.resume()
+
+
+async def test_a_callers_cancellation_stays_one_and_harms_nobody(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url())
+    server.pause()
+    # Both wait for the same lease; the one who asked for it is cancelled.
+    first = asyncio.create_task(store.create_or_get("aa", value(), 60))
+    second = asyncio.create_task(store.create_or_get("bb", value(), 60))
+    await asyncio.sleep(0.1)
+    first.cancel()
+    server.resume()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert (await second).created
+    assert (await store.create_or_get("aa", value(), 60)).created
+
+
+# --- a full server
+
+
+async def test_a_full_etcd_takes_no_new_claims_and_still_knows_the_old_ones(binary: Path, open_store: Open) -> None:
+    with EtcdServer(binary, "--quota-backend-bytes=1000000") as server:
+        store = await open_store(server.url())
+        mine = value("mine")
+        old = (await store.create_or_get("aa", mine, 60)).claim
+        await fill(server, store)
+        with pytest.raises(StoreUnavailable):
+            await store.create_or_get("bb", value(), 60)
+        with pytest.raises(StoreUnavailable):
+            await store.check()
+        assert await store.get("aa") == old
+        assert await store.create_or_get("aa", value("other"), 60) == ClaimOutcome(old, False)
+        assert await store.create_or_get("aa", mine, 60) == ClaimOutcome(old, True)
+        assert store._full
+        server.ctl("del", "--prefix", "filler/")
+        revision = server.ctl("get", "x", "--write-out=json").partition('"revision":')[2].partition(",")[0]
+        server.ctl("compact", "--physical", revision)
+        server.ctl("defrag")
+        server.ctl("alarm", "disarm")
+        assert (await insist(lambda: store.create_or_get("bb", value(), 60))).created
+        assert not store._full
+
+
+async def fill(server: EtcdServer, store: EtcdStore) -> None:
+    for number in range(200):
+        try:
+            await store._endpoints[0].txn(
+                rpc.TxnRequest(
+                    success=[
+                        rpc.RequestOp(request_put=rpc.PutRequest(key=f"filler/{number}".encode(), value=b"x" * 100_000))
+                    ]
+                )
+            )
+        except rpc.AioRpcError as error:
+            assert "space exceeded" in str(error.details())  # noqa: PT017
+            return
+    raise AssertionError("it never filled up")
+
+
+# --- several members
+
+
+@pytest.fixture
+def cluster(binary: Path) -> Iterator[EtcdCluster]:
+    with EtcdCluster(binary) as cluster:
+        yield cluster
+
+
+def url_from(cluster: EtcdCluster, first: EtcdServer) -> str:
+    """All members, beginning with this one."""
+    others = [member.endpoint for member in cluster.members if member is not first]
+    return f"etcd://{','.join([first.endpoint, *others])}/coatcheck"
+
+
+@pytest.mark.parametrize("blow", ["kill", "pause"])
+async def test_a_lost_leader_in_the_middle_of_a_race_leaves_one_winner_per_key(
+    cluster: EtcdCluster, open_store: Open, blow: str
+) -> None:
+    stores = [await open_store(url_from(cluster, member), deadline=2.0) for member in cluster.members]
+    keys = [secrets.token_hex(8) for _ in range(150)]
+
+    async def race(store: EtcdStore) -> list[ClaimOutcome]:
+        outcomes = []
+        for key in keys:
+            mine = value()
+            outcomes.append(await insist(lambda key=key, mine=mine: store.create_or_get(key, mine, 60)))  # type: ignore[misc]
+        return outcomes
+
+    leader = cluster.leader()
+    racers = [asyncio.create_task(race(store)) for store in stores]
+    await until(lambda: any(member.metric("etcd_debugging_mvcc_put_total") > 20 for member in cluster.followers()))
+    getattr(leader, blow)()
+    results = await asyncio.wait_for(asyncio.gather(*racers), 30)
+    for outcomes in zip(*results, strict=True):
+        assert sum(outcome.created for outcome in outcomes) == 1
+        assert len({outcome.claim.revision for outcome in outcomes}) == 1
+        assert len({outcome.claim.value.nonce for outcome in outcomes}) == 1
+
+
+@pytest.mark.parametrize("blow", ["kill", "pause"])
+async def test_a_dead_member_costs_a_fraction_of_one_deadline_once(
+    cluster: EtcdCluster, open_store: Open, blow: str
+) -> None:
+    victim = cluster.followers()[0]
+    store = await open_store(url_from(cluster, victim), deadline=2.0)
+    await store.create_or_get("00", value(), 60)
+    getattr(victim, blow)()
+    with Stopwatch() as first:
+        assert (await store.create_or_get("aa", value(), 60)).created
+    assert first.seconds < 1.0
+    with Stopwatch() as rest:
+        for number in range(10):
+            await store.create_or_get(f"b{number}", value(), 60)
+    assert rest.seconds < 0.5
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+
+
+async def test_a_member_cut_off_from_its_cluster_ends_its_watch(cluster: EtcdCluster, open_store: Open) -> None:
+    """It goes on answering signs of life; only `hasleader` makes it confess."""
+    alone = cluster.followers()[0]
+    store = await open_store(alone.url(), deadline=2.0)
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+        for member in cluster.members:
+            if member is not alone:
+                member.pause()
+        with pytest.raises(StoreUnavailable):
+            await next_event(events, 10)
+    with Stopwatch() as took, pytest.raises(StoreUnavailable):
+        await store.get("aa")
+    assert took.seconds < 2.3
+    with pytest.raises(StoreUnavailable):
+        await next_event(store.subscribe())
+
+
+# --- the watch
+
+
+@pytest.mark.parametrize("blow", ["kill", "pause"])
+async def test_a_dead_watch_is_noticed(server: EtcdServer, open_store: Open, blow: str) -> None:
+    store = await open_store(server.url())
+    events = store.subscribe()
+    assert await next_event(events) == Reset()
+    await asyncio.sleep(4 * INTERVAL)  # signs of life keep a quiet watch going
+    getattr(server, blow)()
+    with Stopwatch() as took, pytest.raises(StoreUnavailable):
+        await next_event(events)
+    assert took.seconds < 3 * INTERVAL
+    with pytest.raises(StoreUnavailable):
+        await next_event(store.subscribe())
+    if blow == "kill":
+        server.restart()
+    else:
+        server.resume()
+
+    async def resubscribe() -> AsyncIterator[Any]:
+        events = store.subscribe()
+        assert await next_event(events) == Reset()
+        return events
+
+    events = await insist(resubscribe)
+    claim = (await insist(lambda: store.create_or_get("aa", value(), 60))).claim
+    await store.close(claim)
+    event = await next_event(events)
+    assert event.key == "aa"
+    assert event.before > claim.revision
+
+
+async def test_deletions_of_every_kind_are_told_in_order(shared: EtcdServer, open_store: Open) -> None:
+    prefix = fresh_prefix()
+    store, peer = await open_store(shared.url(prefix)), await open_store(shared.url(prefix))
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+        closed = (await peer.create_or_get("aa", value(), 60)).claim
+        await peer.create_or_get("bb", value(), 60)
+        await peer.create_or_get("cc", value(), 1)
+        await peer.close(closed)
+        shared.ctl("del", f"{prefix}/bb")
+        assert [(await next_event(events)).key for _ in range(3)] == ["aa", "bb", "cc"]
+
+
+async def test_an_event_is_not_lost_with_a_cancelled_wait(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(events), 0.01)
+        claim = (await store.create_or_get("aa", value(), 60)).claim
+        await store.close(claim)
+        assert (await next_event(events)).key == "aa"
+
+
+async def test_a_watch_keeps_up_with_thousands_of_deletions(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()), deadline=5.0)
+    keys = {f"{number:04x}" for number in range(2000)}
+    claims: list[Claim] = []
+
+    async def create(part: list[str]) -> None:
+        for key in part:
+            claims.append((await store.create_or_get(key, value(), 60)).claim)  # noqa: PERF401
+
+    async def close(part: list[Claim]) -> None:
+        for claim in part:
+            await store.close(claim)
+
+    ordered = sorted(keys)
+    await asyncio.gather(*(create(ordered[start::50]) for start in range(50)))
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
+        closing = asyncio.gather(*(close(claims[start::50]) for start in range(50)))
+        told = [await next_event(events) for _ in keys]
+        await closing
+    assert all(isinstance(event, Deleted) for event in told)
+    assert {event.key for event in told} == keys
+
+
+async def test_a_closed_or_forgotten_subscription_frees_its_watch(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    await store.check()
+    tasks = len(asyncio.all_tasks())
+
+    def watches() -> float:
+        return shared.metric("etcd_debugging_mvcc_watch_stream_total")
+
+    before = watches()
+    closed, forgotten = store.subscribe(), store.subscribe()
+    for events in (closed, forgotten):
+        assert await next_event(events) == Reset()
+    assert watches() == before + 2
+    await closed.aclose()  # type: ignore[attr-defined]
+    del closed, forgotten, events
+    gc.collect()
+    await until(lambda: watches() == before and len(asyncio.all_tasks()) == tasks)
+
+
+def created(**fields: Any) -> Any:
+    return rpc.WatchResponse(created=True, **fields)
+
+
+async def answer_pings(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for _ in requests:
+        yield rpc.WatchResponse(watch_id=-1)
+
+
+async def test_a_stream_that_ends_cleanly_is_a_dead_watch(open_store: Open) -> None:
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        await anext(requests)
+        yield created()
+        await asyncio.sleep(0.1)
+
+    async with ScriptedEtcd(script) as etcd:
+        events = (await open_store(etcd.url())).subscribe()
+        assert await next_event(events) == Reset()
+        with pytest.raises(StoreUnavailable):
+            await next_event(events)
+        assert etcd.metadata[0]["hasleader"] == "true"
+
+
+async def test_a_watch_cancelled_in_midstream_is_a_dead_watch(open_store: Open) -> None:
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        await anext(requests)
+        yield created()
+        yield rpc.WatchResponse(canceled=True, cancel_reason="because")
+        async for message in answer_pings(requests):
+            yield message
+
+    async with ScriptedEtcd(script) as etcd:
+        events = (await open_store(etcd.url())).subscribe()
+        assert await next_event(events) == Reset()
+        with pytest.raises(StoreUnavailable, match="because"):
+            await next_event(events)
+
+
+async def test_history_compacted_under_a_slow_watch_is_a_reset(open_store: Open) -> None:
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        await anext(requests)
+        yield created()
+        if number == 0:
+            yield rpc.WatchResponse(canceled=True, compact_revision=7)
+        async for message in answer_pings(requests):
+            yield message
+
+    async with ScriptedEtcd(script) as etcd:
+        async with contextlib.aclosing((await open_store(etcd.url())).subscribe()) as events:
+            assert await next_event(events) == Reset()
+            assert await next_event(events) == Reset()
+        assert etcd.watches == 2
+
+
+async def test_a_watch_that_never_confirms_is_not_waited_for(open_store: Open) -> None:
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        await asyncio.sleep(30)
+        yield created()
+
+    async with ScriptedEtcd(script) as etcd:
+        with Stopwatch() as took, pytest.raises(StoreUnavailable):
+            await next_event((await open_store(etcd.url())).subscribe())
+        assert took.seconds < DEADLINE + 0.3
+
+
+async def test_no_reset_before_the_store_answers_reads(open_store: Open) -> None:
+    """The watch alone stands on a member that cannot read: nothing proves that it will ever tell us anything."""
+
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        await anext(requests)
+        yield created()
+        async for message in answer_pings(requests):
+            yield message
+
+    async def hang() -> None:
+        await asyncio.sleep(30)
+
+    async with ScriptedEtcd(script) as etcd:
+        etcd.on_range = hang
+        with pytest.raises(StoreUnavailable):
+            await next_event((await open_store(etcd.url())).subscribe())
+
+
+async def test_fragments_of_one_answer_are_events_like_others(open_store: Open) -> None:
+    def deleted(key: bytes, revision: int) -> Any:
+        return rpc.Event(type=rpc.Event.DELETE, kv=rpc.KeyValue(key=b"coatcheck/" + key, mod_revision=revision))
+
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        request = await anext(requests)
+        assert request.create_request.fragment
+        yield created()
+        yield rpc.WatchResponse(fragment=True, events=[deleted(b"aa", 5)])
+        yield rpc.WatchResponse(events=[deleted(b"bb", 5)])
+        async for message in answer_pings(requests):
+            yield message
+
+    async with ScriptedEtcd(script) as etcd:
+        store = await open_store(etcd.url())
+        async with contextlib.aclosing(store.subscribe()) as events:
+            assert [await next_event(events) for _ in range(3)] == [Reset(), Deleted("aa", 5), Deleted("bb", 5)]
+
+
+# --- logins
+
+
+def enable_auth(server: EtcdServer) -> None:
+    for words in (
+        "user add root:rootpw",
+        "user grant-role root root",
+        "role add claims",
+        "role grant-permission claims readwrite --prefix=true coatcheck/",
+        "user add me:pw",
+        "user grant-role me claims",
+        "user add nobody:pw",
+        "auth enable",
+    ):
+        server.ctl(*words.split())
+
+
+def with_login(server: EtcdServer, user: str = "me", password: str = "pw", prefix: str = "coatcheck") -> str:
+    return f"etcd://{user}:{password}@{server.endpoint}/{prefix}"
+
+
+@pytest.fixture(scope="session")
+def jwt_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    key = tmp_path_factory.mktemp("jwt") / "key.pem"
+    openssl("genrsa", "-out", str(key), "2048")
+    openssl("rsa", "-in", str(key), "-pubout", "-out", f"{key}.pub")
+    return key
+
+
+@pytest.fixture
+def guarded(binary: Path, jwt_key: Path) -> Iterator[EtcdServer]:
+    """Tokens that expire after a second, and that any change of users makes stale."""
+    token = f"--auth-token=jwt,pub-key={jwt_key}.pub,priv-key={jwt_key},sign-method=RS256,ttl=1s"
+    with EtcdServer(binary, token, "--bcrypt-cost=4") as server:
+        enable_auth(server)
+        yield server
+
+
+async def test_an_expired_token_is_renewed_once_for_all_callers(guarded: EtcdServer, open_store: Open) -> None:
+    store = await open_store(with_login(guarded))
+    claim = (await store.create_or_get("aa", value(), 60)).claim
+    await asyncio.sleep(1.2)
+    before = guarded.calls("Authenticate")
+    found = await asyncio.gather(*(store.get("aa") for _ in range(50)))
+    assert found == [claim] * 50
+    assert guarded.calls("Authenticate") - before == 1
+    await asyncio.sleep(1.2)
+    events = store.subscribe()
+    assert await next_event(events) == Reset()
+    await store.close(claim)
+    assert (await next_event(events)).key == "aa"
+    await asyncio.sleep(1.2)
+    assert (await store.create_or_get("bb", value(), 60)).created
+
+
+async def test_a_change_of_users_makes_tokens_stale_and_the_store_goes_on(
+    binary: Path, jwt_key: Path, open_store: Open
+) -> None:
+    token = f"--auth-token=jwt,pub-key={jwt_key}.pub,priv-key={jwt_key},sign-method=RS256,ttl=10m"
+    with EtcdServer(binary, token, "--bcrypt-cost=4") as server:
+        enable_auth(server)
+        store = await open_store(with_login(server))
+        claim = (await store.create_or_get("aa", value(), 60)).claim
+        server.ctl("user", "add", "another:pw", user="root:rootpw")
+        assert await store.get("aa") == claim
+        server.ctl("user", "add", "third:pw", user="root:rootpw")
+        assert (await store.create_or_get("bb", value(), 60)).created
+        server.ctl("user", "add", "fourth:pw", user="root:rootpw")
+        assert await store.close(claim) is CloseOutcome.CLOSED
+        server.ctl("user", "add", "fifth:pw", user="root:rootpw")
+        async with contextlib.aclosing(store.subscribe()) as events:
+            assert await next_event(events) == Reset()
+
+
+async def test_simple_tokens_forgotten_by_a_restart_are_renewed(binary: Path, open_store: Open) -> None:
+    with EtcdServer(binary, "--bcrypt-cost=4") as server:
+        store = await open_store(with_login(server))
+        # As etcd's own client: a login that is not asked for yet does no harm, and is made when it is.
+        claim = (await store.create_or_get("aa", value(), 60)).claim
+        enable_auth(server)
+        assert await store.get("aa") == claim
+        server.restart()
+        assert await insist(lambda: store.get("aa")) == claim
+
+
+async def test_a_refused_watch_or_login_says_so_at_once(guarded: EtcdServer, open_store: Open) -> None:
+    for url, words in (
+        (with_login(guarded, prefix="elsewhere"), "permission denied"),
+        (with_login(guarded, user="nobody"), "permission denied"),
+        (with_login(guarded, password="wrong"), "authentication failed"),
+        (guarded.url(), ""),
+    ):
+        store = await open_store(url)
+        with Stopwatch() as took:
+            with pytest.raises(StoreUnavailable, match=words):
+                await next_event(store.subscribe())
+            with pytest.raises(StoreUnavailable, match=words):
+                await store.create_or_get("aa", value(), 60)
+            with pytest.raises(StoreUnavailable, match=words):
+                await store.get("aa")
+        assert took.seconds < DEADLINE
+
+
+async def test_a_changed_password_is_read_from_its_file(guarded: EtcdServer, open_store: Open, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("pw\n")
+    store = await open_store(f"etcd://me@{guarded.endpoint}/coatcheck?password_file={file}")
+    await store.check()
+    subprocess_input(guarded, "user", "passwd", "me", "--interactive=false", said="new")
+    file.write_text("new\n")
+    await store.check()
+
+
+def subprocess_input(server: EtcdServer, *args: str, said: str) -> None:
+    from tests.support.etcd import ETCDCTL
+
+    command = [str(ETCDCTL), f"--endpoints={server.endpoint}", "--user=root:rootpw", *args]
+    subprocess.run(command, input=said, text=True, check=True, capture_output=True, timeout=20)
+
+
+# --- TLS
+
+
+def openssl(*args: str) -> None:
+    subprocess.run(["openssl", *args], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    """A CA, a server certificate for 127.0.0.1 and etcd.test, a client certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    ec = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+
+    def signed(name: str, names: str, usage: str) -> None:
+        request, extensions = folder / f"{name}.csr", folder / f"{name}.ext"
+        openssl("req", *ec, "-keyout", f"{folder}/{name}.key", "-out", str(request), "-subj", f"/CN={name}")
+        extensions.write_text(f"subjectAltName={names}\nextendedKeyUsage={usage}\n")
+        authority = ["-CA", f"{folder}/ca.pem", "-CAkey", f"{folder}/ca.key", "-CAcreateserial", "-days", "2"]
+        output = ["-extfile", str(extensions), "-out", f"{folder}/{name}.pem"]
+        openssl("x509", "-req", "-in", str(request), *authority, *output)
+
+    for authority in ("ca", "other-ca"):
+        files = ["-keyout", f"{folder}/{authority}.key", "-out", f"{folder}/{authority}.pem"]
+        openssl("req", "-x509", *ec, *files, "-subj", f"/CN={authority}", "-days", "2")
+    # etcd 3.4 uses its server certificate to call itself.
+    signed("server", "IP:127.0.0.1,DNS:etcd.test", "serverAuth,clientAuth")
+    signed("named", "DNS:etcd.test", "serverAuth,clientAuth")
+    signed("client", "DNS:client", "clientAuth")
+    return TlsFiles(
+        cert=folder / "server.pem",
+        key=folder / "server.key",
+        ca=folder / "ca.pem",
+        client_cert=folder / "client.pem",
+        client_key=folder / "client.key",
+        client_ca=folder / "ca.pem",
+    )
+
+
+async def test_mutual_tls(binary: Path, certificates: TlsFiles, open_store: Open) -> None:
+    tls = certificates
+    with EtcdServer(binary, tls=tls) as server:
+        ours = f"ca={tls.ca}&cert={tls.client_cert}&key={tls.client_key}"
+        store = await open_store(f"{server.url()}?tls=true&{ours}")
+        await store.check()
+        async with contextlib.aclosing(store.subscribe()) as events:
+            assert await next_event(events) == Reset()
+        for wrong in (
+            f"?tls=true&ca={tls.ca}",  # no certificate of ours
+            f"?tls=true&ca={tls.ca.with_name('other-ca.pem')}&cert={tls.client_cert}&key={tls.client_key}",
+            f"?tls=true&{ours}&server_name=other.test",
+            "",  # no TLS at all
+        ):
+            stranger = await open_store(server.url() + wrong)
+            with Stopwatch() as took, pytest.raises(StoreUnavailable) as caught:
+                await stranger.check()
+            assert took.seconds < DEADLINE + 0.3
+            assert server.endpoint in str(caught.value)
+
+
+async def test_a_server_may_be_known_by_a_name(binary: Path, certificates: TlsFiles, open_store: Open) -> None:
+    named = certificates.ca.with_name("named")
+    tls = TlsFiles(
+        cert=named.with_suffix(".pem"),
+        key=named.with_suffix(".key"),
+        ca=certificates.ca,
+        client_cert=certificates.client_cert,
+        client_key=certificates.client_key,
+    )
+    with EtcdServer(binary, tls=tls) as server:
+        store = await open_store(f"{server.url()}?tls=true&ca={tls.ca}&server_name=etcd.test")
+        await store.check()
+        stranger = await open_store(f"{server.url()}?tls=true&ca={tls.ca}")
+        with pytest.raises(StoreUnavailable):
+            await stranger.check()
+
+
+# --- event loops
+
+
+def test_loops_one_after_another_leave_nothing_behind(shared: EtcdServer) -> None:
+    """gRPC's asyncio machinery is per process: a second loop must not trip over the first one's remains."""
+    program = """
+import asyncio, sys
+from backends.base import ClaimValue, Reset
+from backends.etcd import EtcdStore
+
+async def main():
+    store = await EtcdStore.open(sys.argv[1])
+    await store.check()
+    events = store.subscribe()
+    assert await anext(events) == Reset()
+    waiting = asyncio.ensure_future(anext(events))
+    outcome = await store.create_or_get("aa", ClaimValue(worker="w"), 60)
+    await store.close(outcome.claim)
+    await waiting
+    call = asyncio.ensure_future(store.get("aa"))
+    await asyncio.sleep(0)
+    await store.aclose()
+    await asyncio.gather(call, return_exceptions=True)
+    del events
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, left
+
+for _ in range(4):
+    asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", program, shared.url(fresh_prefix())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")

@@ -1,0 +1,70 @@
+"""A TCP proxy that loses what it is told to lose: the network's part in a lost reply."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from types import TracebackType
+from typing import Self
+
+
+class TcpProxy:
+    """Listens on a free loopback port and passes bytes to and from `host:port`."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.host = host
+        self.upstream_port = port
+        self.port = 0
+        self.drop_replies = False
+        """Requests arrive, answers do not."""
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        self.sever()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def sever(self) -> None:
+        """Reset every connection; new ones are accepted."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        upstream_writer: asyncio.StreamWriter | None = None
+        try:
+            upstream_reader, upstream_writer = await asyncio.open_connection(self.host, self.upstream_port)
+            self._writers |= {writer, upstream_writer}
+            await asyncio.gather(
+                self._pump(reader, upstream_writer, replies=False), self._pump(upstream_reader, writer, replies=True)
+            )
+        except (OSError, asyncio.CancelledError):
+            pass  # Either side may go at any time, and so may the test.
+        finally:
+            for end in filter(None, (writer, upstream_writer)):
+                end.transport.abort()
+                self._writers.discard(end)
+            self._tasks.discard(task)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
+        while data := await reader.read(65536):
+            if not (replies and self.drop_replies):
+                writer.write(data)
+                await writer.drain()
+        with contextlib.suppress(OSError):
+            writer.write_eof()

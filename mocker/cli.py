@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import math
 import resource
 import signal
@@ -93,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
                 workers.append((create_mock(_settings(args, listener.getsockname()[1])), listener))
             except ValueError as error:
                 return _fail(2, str(error))
-        _raise_file_limit()
+        _prepare_for_many_streams()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_signal(workers))
     return 0
@@ -112,12 +113,11 @@ async def serve(workers: Sequence[tuple[MockWorker, socket.socket]], stop: async
     """
     servers = [_Server(worker, listener) for worker, listener in workers]
     async with asyncio.TaskGroup() as group:
-        for server in servers:
-            group.create_task(server.serve(sockets=[server.listener]))
+        serving = [group.create_task(server.serve(sockets=[server.listener])) for server in servers]
         await stop.wait()
         for server in servers:
             server.should_exit = True
-        await asyncio.sleep(STOP_GRACE)
+        await asyncio.wait(serving, timeout=STOP_GRACE)
         for server in servers:
             server.worker.reset_running_turns()
 
@@ -177,11 +177,16 @@ def _settings(args: argparse.Namespace, port: int) -> MockSettings:
     )
 
 
-def _raise_file_limit() -> None:
-    """Thousands of clients need as many file descriptors; the usual soft limit is 1024."""
+def _prepare_for_many_streams() -> None:
+    """Process-wide, hence not in `serve`: the file limit, mostly 1024, and less eager garbage collection.
+
+    What a token leaves behind goes by reference counting; collecting at every 700 objects costs a seventh of its time.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 def _fail(code: int, message: str) -> int:

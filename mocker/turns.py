@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from mocker import wire
 from mocker.cache import PrefixCache, count_tokens
-from mocker.engine import Completion, Engine, Pace, left_now, left_within, until
+from mocker.engine import Completion, Engine, Metronome, Pace, left_now, left_within
 from mocker.faults import Fault, Faults
 from mocker.records import Recording, Turn, TurnLog
 from mocker.settings import MockSettings
@@ -55,6 +55,7 @@ class TurnService:
         self.cache = PrefixCache(settings.cache_sessions)
         self.faults = Faults()
         self.engine = Engine(settings.seed)
+        self.metronome = Metronome()
         self.pace = Pace(settings.ttft_ms / 1000, settings.itl_ms / 1000)
         self._senders: set[Send] = set()
         self._ids = random.Random(f"{settings.seed}/{settings.name}")
@@ -206,23 +207,29 @@ class _RunningTurn:
                 self._remember(completion)
 
     async def _events(self, completion: Completion, answer: wire.StreamedAnswer, end: bytes) -> AsyncIterator[bytes]:
-        """The stream's events, each when it is due: never before, and a late one does not delay the next."""
+        """The stream's events, each when it is due; a late one does not delay the next.
+
+        sse-starlette begins and ends the response and watches for the client's leaving. The tokens between go straight
+        to the server: through `yield` each would cost it a cancel scope more, most of a token's whole cost.
+        """
         turn, fault = self._turn, self._fault
         first, itl = self._started + self._pace.ttft, self._pace.itl
         head, tail = answer.head, answer.tail
         last = completion.tokens - 1
+        send, metronome = self._send, self._service.metronome
         stop = min(fault.after_tokens, last) if fault is not None and fault.mode == "reset" else None
         for place, piece in enumerate(completion.pieces()):
-            await until(first + place * itl)
+            await metronome.until(first + place * itl)
             if place == stop:
                 await self._reset()
                 return
             event = head + piece + tail
             if place == 0:
                 event = answer.begin + event
-            if place == last:
-                event += end
-            yield event
+            if place < last:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+            else:
+                yield event + end
             turn.completion_tokens = place + 1
         # The last event was sent just now; it was dropped if the client had left by then.
         if not left_now(self._receive):

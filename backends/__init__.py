@@ -56,11 +56,11 @@ __all__ = [
 async def open_store(
     url: str, *, need: Guarantee = Guarantee.NONE, deadline: float = 2.0, capacity: int = 1_000_000
 ) -> ClaimStore:
-    """Opens the store that `url` names and proves that it works. The caller closes it with `aclose`.
+    """Opens the store that `url` names; the caller closes it with `aclose`. A store that is merely away for now is no
+    error here: ask its `check`.
 
     `need`: what the deployment requires; `deadline`: the most seconds that one call may take; `capacity`: the most
-    claims a memory store holds. Raises StoreConfigurationError, whose message says what to change, or StoreUnavailable
-    when the store may come back by itself."""
+    claims a memory store holds. Raises StoreConfigurationError, whose message says what to change."""
     try:
         parts = urlsplit(url)
     except ValueError as error:

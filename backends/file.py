@@ -114,6 +114,7 @@ _REFUSED = {
 # What no waiting heals: the operator has to change something.
 _MISCONFIGURED = {
     errno.EACCES,
+    errno.EEXIST,
     errno.ELOOP,
     errno.ENAMETOOLONG,
     errno.ENOENT,
@@ -140,6 +141,7 @@ class FileStore:
         self._walking = asyncio.Lock()
         self._watch: _Watch | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listeners: set[_Listener] = set()
         self._warned: set[str] = set()
         self._closed = False
 
@@ -154,10 +156,11 @@ class FileStore:
         poll: bool = False,
         mailbox_size: int = MAILBOX_SIZE,
     ) -> FileStore:
-        """Makes the folder where needed and proves that claims can be made in it.
+        """Makes the folder where needed and tries to make a claim in it. A disk that is full or does not answer is not an
+        error here: it may heal, and until then every call reports it.
 
         `deadline` in seconds for every call; `shared`: used by several hosts; `sync`: survive a power failure whole;
-        `poll`: do not rely on the kernel's events. Raises StoreConfigurationError or StoreUnavailable."""
+        `poll`: do not rely on the kernel's events. Raises StoreConfigurationError."""
         if not root.is_absolute():
             raise StoreConfigurationError(f"the claims folder {str(root)!r} is relative: give an absolute path")
         store = cls(
@@ -167,12 +170,12 @@ class FileStore:
             await store._run(lambda _: store._disk.prepare())
             await store.check()
             await store._map_stamps()
-        except StoreUnavailable as error:
-            await store.aclose()
+        except StoreError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in _MISCONFIGURED:
+                await store.aclose()
                 hint = "mount the share and make that folder" if shared else "name a folder that this user can write to"
                 raise StoreConfigurationError(f"cannot keep claims in {str(root)!r}: {error}; {hint}") from error
-            raise
+            log.warning("%s: no claims for now: %s", root, error)
         store._start(store._tend())
         return store
 
@@ -228,7 +231,10 @@ class FileStore:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        await self._threads.aclose(self._deadline)
+        self._threads.end()
+        give_up_at = self._loop.time() + self._deadline
+        while self._alive() and self._loop.time() < give_up_at:  # noqa: ASYNC110 (a thread's end sets no event)
+            await asyncio.sleep(0.001)
         if self._page is not None:
             self._page.close()
             self._page = None
@@ -259,6 +265,10 @@ class FileStore:
                 step.abandon()
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, 0.02)
+
+    def _alive(self) -> bool:
+        self._listeners = {listener for listener in self._listeners if listener.alive}
+        return bool(self._listeners) or self._threads.alive
 
     def _start(self, coroutine: Any) -> asyncio.Task[None]:
         task = self._loop.create_task(coroutine)
@@ -323,7 +333,7 @@ class FileStore:
                 folder = await self._run(lambda _: self._disk.look())
                 watch.forget()
                 if not self._poll:
-                    with _Listener(self._disk.claims, self._loop, self._heard(watch), watch.lost) as listener:
+                    with self._listener(watch) as listener:
                         if await self._proven(watch, listener):
                             self._stand(watch)
                             await self._listen(watch, listener, folder.identity)
@@ -395,11 +405,13 @@ class FileStore:
                     return True
         return False
 
-    def _heard(self, watch: _Watch) -> Callable[[set[tuple[watchfiles.Change, str]]], None]:
+    def _listener(self, watch: _Watch) -> _Listener:
         def heard(changes: set[tuple[watchfiles.Change, str]]) -> None:
             self._publish(watch.heard(changes, self._disk.claims))
 
-        return heard
+        listener = _Listener(self._disk.claims, self._loop, heard, watch.lost)
+        self._listeners.add(listener)
+        return listener
 
     def _publish(self, gone: Iterable[str]) -> None:
         for key in gone:
@@ -631,6 +643,7 @@ class _Disk:
         self._stamps = f"{self.root}/stamps"
         self._stamped = not shared
         self._clock = _Clock()
+        self._prepared = False
 
     # Claims
 
@@ -699,7 +712,10 @@ class _Disk:
         record = _encoder.encode(_Record(key="", revision=1, value=ClaimValue(worker="check")))
         with self._locked("check"), self._written(record, lambda now_ns: now_ns) as (temp, _):
             step.commit()
-            os.link(temp, name)
+            try:
+                os.link(temp, name)
+            except PermissionError as error:  # EPERM is how a file system says that it has none
+                raise OSError(error.errno, f"{error.strerror} (has this file system hard links?)", name) from None
             try:
                 with open(name, "rb") as file:
                     if file.read() != record:
@@ -721,6 +737,7 @@ class _Disk:
         for name in (f"{number:02x}" for number in range(256)):
             if name not in present:
                 os.close(os.open(f"{self._locks}/{name}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        self._prepared = True
 
     def look(self) -> _Folder:
         # Opened, not just asked: NFS answers a plain stat from its cache.
@@ -758,8 +775,8 @@ class _Disk:
                 if status.st_mtime_ns > self._clock.now_ns():
                     standing.append((name, status.st_ino * _MARK_NS + status.st_mtime_ns % _MARK_NS))
                     continue
-                # A locked one is left for the next walk.
-                with contextlib.suppress(_NotYet):
+                # What is locked, or a folder, or somebody else's, is left for the next walk.
+                with contextlib.suppress(_NotYet, OSError):
                     self._bury(name)
             elif name.startswith(_OWN_PREFIX) and self._is_stale(status):
                 with contextlib.suppress(FileNotFoundError):
@@ -943,7 +960,7 @@ class _Disk:
         return status.st_ctime_ns + STALE_S * 1e9 < self._clock.now_ns()
 
     def _heal(self) -> None:
-        if self.shared:
+        if self.shared and self._prepared:
             raise FileNotFoundError(errno.ENOENT, "the folder is gone; is the share mounted?", self.root)
         self.prepare()
 
@@ -1075,13 +1092,14 @@ class _Threads:
     def submit(self, step: _Step[Any]) -> None:
         self._queue.put(step)
 
-    async def aclose(self, patience: float) -> None:
-        """Lets what was submitted end; a thread that hangs for longer than `patience` seconds is left behind."""
+    @property
+    def alive(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def end(self) -> None:
+        """After what was submitted. A thread that hangs is left behind: it is a daemon."""
         for _ in self._threads:
             self._queue.put(None)
-        give_up_at = time.monotonic() + patience
-        while any(thread.is_alive() for thread in self._threads) and time.monotonic() < give_up_at:  # noqa: ASYNC110 (a thread's end sets no event)
-            await asyncio.sleep(0.001)
 
     def _serve(self) -> None:
         while (step := self._queue.get()) is not None:

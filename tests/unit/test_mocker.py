@@ -472,10 +472,10 @@ def test_faults_can_be_withdrawn(worker: Worker) -> None:
 def test_a_reset_breaks_the_stream_after_the_ordered_tokens(worker: Worker, tokens: int, itl_ms: int) -> None:
     session = f"reset-{tokens}-{itl_ms}"
     worker.http.post("/mock/faults", json={"mode": "reset", "after_tokens": tokens})
-    seen = b""
+    pieces = []
     with worker.connect(session, stream=True) as connection, pytest.raises(ConnectionResetError):
-        while piece := connection.recv(65536):
-            seen += piece
+        pieces.extend(iter(lambda: connection.recv(65536), b""))
+    seen = b"".join(pieces)
     assert seen.startswith(b"HTTP/1.1 200 ")
     assert not seen.endswith(b"0\r\n\r\n")
     assert seen.count(b"data:") == (tokens + 1 if tokens else 0)  # and the role
@@ -487,7 +487,7 @@ def test_a_reset_breaks_the_stream_after_the_ordered_tokens(worker: Worker, toke
 def test_a_reset_is_an_error_to_the_official_client(client: openai.OpenAI, worker: Worker) -> None:
     worker.http.post("/mock/faults", json={"mode": "reset", "after_tokens": 2})
     stream = client.chat.completions.create(model="mock-model", messages=HELLO, stream=True)
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - the client lets its transport's own error through
+    with pytest.raises(Exception) as caught:
         list(stream)
     assert "ReadError" in type(caught.value).__name__ or isinstance(caught.value, openai.APIConnectionError)
 
@@ -515,19 +515,14 @@ def test_a_hanging_turn_ends_when_the_client_leaves(worker: Worker) -> None:
 def test_tokens_come_at_the_pace_that_was_set(slow: Worker) -> None:
     for stream in (True, False):
         slow.http.post("/mock/faults", json={"mode": "slow", "ttft_ms": 100, "itl_ms": 10})
+        request = {**CHAT, "stream": stream, "max_tokens": 21}
         started = time.monotonic()
-        with slow.http.stream(
-            "POST", "/v1/chat/completions", json={**CHAT, "stream": stream, "max_tokens": 21}
-        ) as answer:
-            first = next(answer.iter_raw())
-            ttft = time.monotonic() - started
-            assert first
-        with slow.connect("drain"):
-            pass
+        with slow.http.stream("POST", "/v1/chat/completions", json=request) as answer:
+            arrivals = [time.monotonic() - started for _ in answer.iter_raw()]
+        assert 0.295 <= arrivals[-1] < 0.6
         if stream:
-            assert 0.095 <= ttft < 0.25
-        else:
-            assert 0.295 <= ttft < 0.5
+            assert 0.095 <= arrivals[0] < 0.25
+            assert len(arrivals) > 10  # not in one piece
 
 
 async def test_many_streams_keep_their_pace_together() -> None:

@@ -1,0 +1,249 @@
+"""Running the router: the listening sockets, uvicorn, signals, and the processes of `--processes N`.
+
+On a first SIGTERM or SIGINT `/ready` fails while turns are still taken; after `drain_delay` the port closes and running
+turns get `drain_timeout` to end. A second signal exits at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import importlib.metadata
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import FrameType
+
+import uvicorn
+
+from app import children
+from app.config import Settings, dump_settings, mask
+from app.main import SETTINGS_VARIABLE, Router, app_from_environment, create_app
+
+log = logging.getLogger("coatcheck")
+
+STARTUP_FAILURE = 3
+"""uvicorn's exit code when the application could not start; another process would not do better."""
+_BACKLOG = 4096
+_STOP_MARGIN = 5.0
+"""Seconds that a process gets beyond its drain limits before it is killed."""
+_SHORT_LIFE = 1.0
+"""A process that lived shorter than this, in seconds, is replaced only after such a pause."""
+
+
+def serve(settings: Settings) -> int:
+    """Serve until a signal, with logging configured. Answers the exit code."""
+    try:
+        sockets = listen(settings.host, settings.port)
+    except OSError as error:
+        remedy = "free it or choose another --port" if error.errno == errno.EADDRINUSE else "choose another --host"
+        print(
+            f"coatcheck: cannot listen on {settings.host}:{settings.port}: {error.strerror}; {remedy}", file=sys.stderr
+        )
+        return 1
+    with contextlib.ExitStack() as stack:
+        for listener in sockets:
+            stack.enter_context(contextlib.closing(listener))
+        if settings.processes > 1:
+            return _Supervisor(settings, sockets).run()
+        Server(create_app(settings), settings, announcement=_announcement(settings, sockets)).run(sockets)
+    return 0
+
+
+def version() -> str:
+    """Of the installed package; sources that are run without being installed do not know theirs."""
+    try:
+        return importlib.metadata.version("coatcheck")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Bound sockets for every address that `host` means, all with one port. Raises OSError."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    absent = None
+    for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+        shared_port = sockets[0].getsockname()[1] if sockets else port
+        try:
+            listener = socket.create_server(
+                (address[0], shared_port, *address[2:]),
+                family=family,
+                backlog=_BACKLOG,
+            )
+        except OSError as error:
+            failure = OSError(error.errno, os.strerror(error.errno or errno.EIO))
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                absent = failure  # a name may have an address of a family that this machine does not use
+                continue
+            for bound in sockets:
+                bound.close()
+            raise failure from error
+        sockets.append(listener)
+    if not sockets:
+        raise absent or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
+    return sockets
+
+
+def configure_logging(level: str) -> None:
+    """Everything to stderr; other libraries' small talk left out."""
+    logging.basicConfig(
+        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+    for name in ("httpx", "httpcore", "watchfiles", "asyncio"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Not for the two things that uvicorn calls errors and that we do on purpose."""
+    if record.msg == "ASGI callable returned without completing response.":
+        return False  # a worker broke within its answer: the connection is cut, so that the client does not miss it
+    # A turn was still running when its time at shutdown was over; uvicorn has said how many those were.
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+class Server(uvicorn.Server):
+    """One router process on sockets that are already bound.
+
+    `forceful`: a second signal ends it at once. Children of a supervisor are not: what stops a whole group of processes
+    reaches them twice, directly and from their parent, and the parent has its own limits.
+    """
+
+    def __init__(self, router: Router, settings: Settings, *, announcement: str = "", forceful: bool = True) -> None:
+        super().__init__(
+            uvicorn.Config(
+                router,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=False,
+                backlog=_BACKLOG,
+                timeout_keep_alive=settings.keepalive_timeout,
+                timeout_graceful_shutdown=settings.drain_timeout,
+            )
+        )
+        self._router = router
+        self._drain_delay = settings.drain_delay
+        self._announcement = announcement
+        self._forceful = forceful
+        self._exit_at: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and self._announcement:
+            log.info(self._announcement)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # The signals are not noted as captured: uvicorn would raise them again in the end, and this is no failure.
+        if self._exit_at is None:
+            self._router.draining = True
+            self._exit_at = time.monotonic() + self._drain_delay
+            self.should_exit = not self._drain_delay
+        elif self._forceful:
+            self.should_exit = self.force_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._exit_at is not None and time.monotonic() >= self._exit_at:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+class _Supervisor:
+    """The parent of `--processes N`: starts them on its sockets, replaces those that die, stops them together."""
+
+    def __init__(self, settings: Settings, sockets: list[socket.socket]) -> None:
+        self._settings = settings
+        self._sockets = sockets
+        self._numbers = itertools.count(1)
+        self._running: dict[subprocess.Popen[bytes], float] = {}
+        self._signals = 0
+
+    def run(self) -> int:
+        """Until a signal, or until a process cannot start. Answers the exit code."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        try:
+            for _ in range(self._settings.processes):
+                self._start()
+            log.info(_announcement(self._settings, self._sockets))
+            while not self._signals:
+                time.sleep(0.1)
+                for child in [child for child in self._running if child.poll() is not None]:
+                    if self._signals:
+                        break
+                    lived = time.monotonic() - self._running.pop(child)
+                    if child.returncode == STARTUP_FAILURE:
+                        log.error("process %d could not start; all are stopped", child.pid)
+                        return 1
+                    log.error(
+                        "process %d %s; another one takes its place", child.pid, children.spoken_end(child.returncode)
+                    )
+                    if lived < _SHORT_LIFE:
+                        time.sleep(_SHORT_LIFE)
+                    self._start()
+            return 0
+        finally:
+            self._stop()
+
+    def _start(self) -> None:
+        replica = f"{self._settings.replica}-{next(self._numbers)}"
+        environment = os.environ | {
+            SETTINGS_VARIABLE: dump_settings(self._settings.model_copy(update={"replica": replica}))
+        }
+        descriptors = [listener.fileno() for listener in self._sockets]
+        child = children.start("app.serve", *map(str, descriptors), environment=environment, pass_fds=descriptors)
+        self._running[child] = time.monotonic()
+
+    def _stop(self) -> None:
+        for listener in self._sockets:
+            listener.close()  # the processes have their own; in ours connections would wait for nobody
+        for child in self._running:
+            child.terminate()
+        give_up = time.monotonic() + self._settings.drain_delay + self._settings.drain_timeout + _STOP_MARGIN
+        while any(child.poll() is None for child in self._running):
+            if time.monotonic() > give_up or self._signals > 1:
+                break
+            time.sleep(0.05)
+        children.stop(self._running, grace=0)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+
+def _announcement(settings: Settings, sockets: list[socket.socket]) -> str:
+    host, port = sockets[0].getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    workers = len(settings.worker)
+    parts = [
+        f"coatcheck {version()} at http://{address}",
+        f"{workers} worker{'s' * (workers != 1)}",
+        f"claims in {mask(settings.claims)}",
+        f"replica {settings.replica}" + (f"-1 to -{settings.processes}" if settings.processes > 1 else ""),
+    ]
+    return ", ".join(parts)
+
+
+def _serve_as_child() -> int:
+    """One of the supervisor's processes: `python -m app.serve FD...`, the settings in the environment."""
+    router = app_from_environment()
+    settings = Settings.model_validate_json(os.environ[SETTINGS_VARIABLE])
+    configure_logging(settings.log_level)
+    Server(router, settings, forceful=False).run([socket.socket(fileno=int(text)) for text in sys.argv[1:]])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_serve_as_child())

@@ -445,7 +445,7 @@ class Affinity:
             outcome = "cancelled"
             raise
         finally:
-            self._metrics.store_seconds.labels(op, outcome).observe(time.perf_counter() - started)
+            self._metrics.store_seconds.observe(time.perf_counter() - started, (op, outcome))
 
     # -- closing and renewing
 
@@ -477,7 +477,7 @@ class Affinity:
                 outcome = await self._call("close", self._store.close(claim))
             except StoreError:
                 if self._clock() >= until:
-                    self._metrics.closes.labels("expired").inc()
+                    self._metrics.closes.inc("expired")
                     return
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay):
@@ -485,7 +485,7 @@ class Affinity:
                 await asyncio.sleep(min(delay, 0.25))
                 delay = min(2 * delay, 5.0)
             else:
-                self._metrics.closes.labels(outcome.value).inc()
+                self._metrics.closes.inc(outcome.value)
                 if outcome is CloseOutcome.SUPERSEDED:
                     log.debug("a final turn found its claim superseded; the successor stands")
                 return

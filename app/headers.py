@@ -1,6 +1,6 @@
 """Header work on byte pairs: what travels through the router and what ends at it.
 
-Names are lower-case, as ASGI has them.
+Names are lower-case, as ASGI has them. A request's headers are gone through once (`sort_request`).
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 Header = tuple[bytes, bytes]
+Noted = dict[bytes, list[bytes]]
+"""The values of the headers that mean something to the router, in their order."""
 
 # RFC 9110 7.6.1: fields of one connection, never of the message. `proxy-connection` is what old clients really send.
 HOP_BY_HOP = frozenset(
@@ -24,36 +26,30 @@ HOP_BY_HOP = frozenset(
     }
 )
 
-# Ours to say anew: the worker's address, the framing of the body that we buffered, and the continue we already gave.
-_NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+# Ours to say anew: the worker's address, the framing of the body that we buffered, the continue that we already gave,
+# and the request's id.
+_NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+
+_BODILESS = (204, 304)
+
+
+def sort_request(headers: Iterable[Header], wanted: frozenset[bytes]) -> tuple[bytes, Noted]:
+    """The header lines that go on to the worker, and the values of the `wanted` ones (which go on as well)."""
+    lines: list[bytes] = []
+    noted: Noted = {}
+    for name, value in headers:
+        if name in wanted:
+            noted.setdefault(name, []).append(value)
+        if name not in _NOT_TO_WORKER:
+            lines += (name, b": ", value, b"\r\n")
+        elif name == b"connection" and (named := connection_named(value)):
+            return sort_request([pair for pair in headers if pair[0] not in named | {b"connection"}], wanted)
+    return b"".join(lines), noted
 
 
 def connection_named(value: bytes) -> set[bytes]:
     """The fields that a Connection header declares to be hop-by-hop (RFC 9110 7.6.1)."""
     return {token.strip().lower() for token in value.split(b",")} - {b"close", b"keep-alive", b""}
-
-
-def request_head(
-    method: str, target: bytes, host: bytes, headers: Iterable[Header], body_length: int | None, extra: bytes
-) -> bytes:
-    """The head of a request to a worker, ready to write.
-
-    `body_length` in bytes, None for a request without a body; `extra` is finished header lines of our own, each
-    ending in CRLF.
-    """
-    drop: frozenset[bytes] | set[bytes] = _NOT_TO_WORKER
-    lines = [b"%b %b HTTP/1.1\r\nhost: %b\r\n" % (method.encode(), target, host)]
-    for name, value in headers:
-        if name == b"connection":
-            drop = drop | connection_named(value)
-    for name, value in headers:
-        if name not in drop:
-            lines.append(b"%b: %b\r\n" % (name, value))
-    if body_length is not None:
-        lines.append(b"content-length: %d\r\n" % body_length)
-    lines.append(extra)
-    lines.append(b"\r\n")
-    return b"".join(lines)
 
 
 def response_headers(headers: list[Header], status: int) -> list[Header]:
@@ -62,7 +58,7 @@ def response_headers(headers: list[Header], status: int) -> list[Header]:
     for name, value in headers:
         if name == b"connection":
             drop = drop | connection_named(value)
-    if status in (204, 304):
+    if status in _BODILESS:
         # RFC 9112 6.3: these have no body whatever the header says, and the server in front checks its length.
         drop = drop | {b"content-length"}
     return [pair for pair in headers if pair[0] not in drop and not pair[0].startswith(b"x-coatcheck-")]

@@ -7,12 +7,12 @@ a new place.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import re
 
 import msgspec
 
 from app.errors import TurnError
-from app.headers import Header
+from app.headers import Noted
 
 MAX_ID_BYTES = 256
 
@@ -31,8 +31,12 @@ PARENT_SOURCES = (
 FINAL = b"x-dynamo-session-final"
 WORKER_HINT = b"x-dynamo-worker-instance-id"
 RANK_HINT = b"x-dynamo-dp-rank"
-_OURS = frozenset({*SESSION_SOURCES, *PARENT_SOURCES, FINAL, WORKER_HINT, RANK_HINT})
+HEADERS = frozenset({*SESSION_SOURCES, *PARENT_SOURCES, FINAL, WORKER_HINT, RANK_HINT})
+"""Every header that `identify` reads."""
+
 _TRUE = frozenset({b"1", b"true", b"yes", b"on"})
+# Visible ASCII only: an id is an opaque token, and anything else differs between encodings on its way here.
+_is_id = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_ID_BYTES).fullmatch
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -49,67 +53,60 @@ class Identity(msgspec.Struct, frozen=True):
         return self.worker_hint is not None or self.rank_hint is not None
 
 
-_NOBODY = Identity()
-
-
-def identify(headers: Iterable[Header]) -> Identity:
-    """Raises TurnError `invalid_session_id` or `invalid_hint`."""
-    found: dict[bytes, list[bytes]] | None = None
-    for name, value in headers:
-        if name in _OURS:
-            if found is None:
-                found = {}
-            found.setdefault(name, []).append(value.strip())
-    if found is None:
-        return _NOBODY
-    rank_text = _one(found, RANK_HINT, "invalid_hint")
-    rank: int | None = None
-    if rank_text:
-        if not rank_text.isdigit() or len(rank_text) > 6:
-            raise TurnError(
-                "invalid_hint", "X-Dynamo-DP-Rank must be a whole number, 0 or more", param="X-Dynamo-DP-Rank"
-            )
-        rank = int(rank_text)
-    worker = _one(found, WORKER_HINT, "invalid_hint")
-    final = found.get(FINAL)
+def identify(noted: Noted) -> Identity:
+    """`noted` holds the values of HEADERS. Raises TurnError `invalid_session_id` or `invalid_hint`."""
+    final = noted.get(FINAL)
+    worker = _one(noted, WORKER_HINT, "invalid_hint")
     return Identity(
-        session=_first_id(found, SESSION_SOURCES),
-        parent=_first_id(found, PARENT_SOURCES),
-        final=final is not None and any(value.lower() in _TRUE for value in final),
-        worker_hint=worker.decode("latin-1") if worker else None,
-        rank_hint=rank,
+        _first_id(noted, SESSION_SOURCES),
+        _first_id(noted, PARENT_SOURCES),
+        final is not None and any(value.strip().lower() in _TRUE for value in final),
+        worker.decode("latin-1") if worker else None,
+        _rank(noted) if RANK_HINT in noted else None,
     )
 
 
-def _first_id(found: dict[bytes, list[bytes]], sources: tuple[bytes, ...]) -> bytes | None:
+def _first_id(noted: Noted, sources: tuple[bytes, ...]) -> bytes | None:
     for source in sources:
-        value = _one(found, source, "invalid_session_id")
-        if value:
-            return _checked(value, source)
+        if source in noted:
+            value = _one(noted, source, "invalid_session_id")
+            if value:
+                if not _is_id(value):
+                    raise _bad_id(value, source)
+                return value
     return None
 
 
-def _one(found: dict[bytes, list[bytes]], name: bytes, code: str) -> bytes | None:
+def _rank(noted: Noted) -> int | None:
+    text = _one(noted, RANK_HINT, "invalid_hint")
+    if not text:
+        return None
+    if not text.isdigit() or len(text) > 6:
+        raise TurnError("invalid_hint", "X-Dynamo-DP-Rank must be a whole number, 0 or more", param="X-Dynamo-DP-Rank")
+    return int(text)
+
+
+def _one(noted: Noted, name: bytes, code: str) -> bytes | None:
     """The single value of a header. Two that differ leave no way to tell which is meant; empty ones say nothing."""
-    distinct = {value for value in found.get(name, ()) if value}
+    values = noted.get(name)
+    if values is None:
+        return None
+    if len(values) == 1:
+        return values[0].strip()
+    distinct = {value.strip() for value in values} - {b""}
     if len(distinct) > 1:
         shown = name.decode()
         raise TurnError(code, f"the request has {len(distinct)} differing {shown} headers; send one", param=shown)
     return next(iter(distinct), None)
 
 
-def _checked(value: bytes, source: bytes) -> bytes:
+def _bad_id(value: bytes, source: bytes) -> TurnError:
     shown = source.decode()
     if len(value) > MAX_ID_BYTES:
-        raise TurnError(
-            "invalid_session_id", f"{shown} has {len(value)} bytes; at most {MAX_ID_BYTES} are allowed", param=shown
-        )
-    # Visible ASCII only: an id is an opaque token, and anything else differs between encodings on its way here.
-    if not all(0x21 <= byte <= 0x7E for byte in value):
-        raise TurnError(
-            "invalid_session_id", f"{shown} must consist of visible ASCII characters, without spaces", param=shown
-        )
-    return value
+        message = f"{shown} has {len(value)} bytes; at most {MAX_ID_BYTES} are allowed"
+    else:
+        message = f"{shown} must consist of visible ASCII characters, without spaces"
+    return TurnError("invalid_session_id", message, param=shown)
 
 
 class KeyHasher:

@@ -136,8 +136,15 @@ def _register_gauges(app: Router) -> None:
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
     metrics.gauge("coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up")
     metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching)
-    in_flight = metrics.labelled_gauge("coatcheck_in_flight", "Attempts that hold a slot.", "worker")
-    connections = metrics.labelled_gauge("coatcheck_worker_connections", "Open connections, idle ones too.", "worker")
-    for worker in app.fleet:
-        in_flight.labels(worker.name).set_function(lambda w=worker: w.in_flight)  # type: ignore[misc]
-        connections.labels(worker.name).set_function(lambda w=worker: w.pool.open)  # type: ignore[misc]
+    metrics.gauges(
+        "coatcheck_in_flight",
+        "Attempts that hold a slot.",
+        "worker",
+        lambda: ((w.name, w.in_flight) for w in app.fleet),
+    )
+    metrics.gauges(
+        "coatcheck_worker_connections",
+        "Open connections to workers, idle ones too.",
+        "worker",
+        lambda: ((w.name, w.pool.open) for w in app.fleet),
+    )

@@ -22,9 +22,10 @@ import msgspec
 from app import sse
 from app.affinity import Affinity, Entry
 from app.errors import ClientDisconnected, TurnError, error_body, error_response
-from app.headers import Header, header, request_head, response_headers
+from app.headers import Header, Noted, header, response_headers, sort_request
+from app.identity import HEADERS as IDENTITY_HEADERS
 from app.identity import Identity, KeyHasher, identify
-from app.metrics import Metrics
+from app.metrics import AFFINITY_OUTCOMES, Metrics
 from app.policies import Policy
 from app.upstream import (
     AttemptFailed,
@@ -47,6 +48,9 @@ Send = Callable[[Message], Coroutine[Any, Any, None]]
 T = TypeVar("T")
 
 _TENANT = b""
+_WANTED = IDENTITY_HEADERS | {b"content-length", b"content-type", b"content-encoding", b"x-request-id"}
+_EMPTY_BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
+"""Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
 """With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
 
@@ -86,88 +90,74 @@ class Proxy:
     ) -> None:
         self.fleet, self.policy, self.affinity, self.hasher = fleet, policy, affinity, hasher
         self.metrics, self.limits = metrics, limits
-        self.turns = 0
-        """Running now."""
+        self.affinity_headers = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
+        self._running: set[Turn] = set()
+        self._sweeper: asyncio.TimerHandle | None = None
+        bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
+        self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 0.0
         self._request_prefix = os.urandom(8).hex()
         self._request_count = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.turns += 1
+        turn = Turn(self, scope, receive, send)
+        self._running.add(turn)
+        if self._sweeper is None and self._sweep_every:
+            self._sweeper = turn.loop.call_later(self._sweep_every, self._sweep, turn.loop)
         try:
-            await Turn(self, scope, receive, send).run()
+            await turn.run()
         finally:
-            self.turns -= 1
+            self._running.discard(turn)
+
+    @property
+    def turns(self) -> int:
+        """Running now."""
+        return len(self._running)
 
     def next_request_id(self) -> bytes:
-        return b"%b-%x" % (self._request_prefix.encode(), next(self._request_count))
+        return f"{self._request_prefix}-{next(self._request_count):x}".encode()
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Check the limits of every running turn. One timer for all: most turns end long before any limit."""
+        now = loop.time()
+        for turn in tuple(self._running):
+            turn.check_limits(now)
+        self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop) if self._running else None
 
 
 class Turn:
     """One request. The sink of its worker's connection."""
 
-    __slots__ = (
-        "_affinity",
-        "_backlog",
-        "_backlog_end",
-        "_body",
-        "_client",
-        "_connection",
-        "_done",
-        "_entry",
-        "_failure",
-        "_fields",
-        "_final",
-        "_gone",
-        "_held",
-        "_held_end",
-        "_how",
-        "_last",
-        "_loop",
-        "_marker",
-        "_outcome",
-        "_pending",
-        "_proxy",
-        "_receive",
-        "_request_id",
-        "_scope",
-        "_send",
-        "_slot",
-        "_stalled",
-        "_started",
-        "_target",
-        "_timer",
-        "_ttft",
-    )
+    # Defaults in the class: most turns never set most of these.
+    _request_id = b""
+    _lines = b""
+    _body = b""
+    _framed = False
+    _fields = _NO_FIELDS
+    _final = False
+    _entry: Entry | None = None
+    _target: Target | None = None
+    _how = "none"
+    _slot: Worker | None = None
+    _connection: WorkerConnection | None = None
+    _client: _Driven | None = None
+    _gone = False
+    _pending: asyncio.Task[Any] | None = None
+    _done: asyncio.Future[None] | None = None
+    _failure: AttemptFailed | None = None
+    _stalled: _Driven | None = None
+    _backlog: list[bytes] | None = None
+    _backlog_end = False
+    _held: list[bytes] | None = None
+    _held_end = False
+    _marker: sse.DoneDetector | None = None
+    _last = b""
+    _ttft = False
+    _outcome = "completed"
 
     def __init__(self, proxy: Proxy, scope: Scope, receive: Receive, send: Send) -> None:
         self._proxy, self._scope, self._receive, self._send = proxy, scope, receive, send
-        self._affinity = proxy.affinity
-        self._loop = asyncio.get_running_loop()
-        self._started = self._loop.time()
-        self._request_id = b""
-        self._body = b""
-        self._fields = _NO_FIELDS
-        self._final = False
-        self._entry: Entry | None = None
-        self._target: Target | None = None
-        self._how = "none"
-        self._slot: Worker | None = None
-        self._connection: WorkerConnection | None = None
-        self._client: _Driven | None = None
-        self._gone = False
-        self._pending: asyncio.Task[Any] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._done: asyncio.Future[None] | None = None
-        self._failure: AttemptFailed | None = None
-        self._stalled: _Driven | None = None
-        self._backlog: list[bytes] = []
-        self._backlog_end = False
-        self._held: list[bytes] | None = None
-        self._held_end = False
-        self._marker: sse.DoneDetector | None = None
-        self._last = b""
-        self._ttft = False
-        self._outcome = "completed"
+        self.loop = asyncio.get_running_loop()
+        self._started = self.loop.time()
 
     # -- the turn, top to bottom
 
@@ -196,27 +186,33 @@ class Turn:
 
     async def _read(self) -> Identity:
         """The request body (whole, capped), the fields that routing needs, and the session's identity."""
-        headers: list[Header] = self._scope["headers"]
-        self._request_id = _given_request_id(headers) or self._proxy.next_request_id()
+        self._lines, noted = sort_request(self._scope["headers"], _WANTED)
+        self._request_id = _given_request_id(noted) or self._proxy.next_request_id()
         cap = self._proxy.limits.body_bytes
-        declared = header(headers, b"content-length")
-        if declared is not None and int(declared) > cap:
-            raise _too_large(cap)
-        message = await self._receive()
-        pieces: list[bytes] = [message.get("body", b"")]
-        size = len(pieces[0])
-        while message.get("more_body", False):
-            message = await self._receive()
-            pieces.append(message.get("body", b""))
-            size += len(pieces[-1])
-            if size > cap:
+        declared = noted.get(b"content-length")
+        if declared is not None:
+            self._framed = True
+            if int(declared[0]) > cap:
                 raise _too_large(cap)
+        message = await self._receive()
+        body: bytes = message.get("body", b"")
+        if message.get("more_body", False):
+            pieces, size = [body], len(body)
+            while message.get("more_body", False):
+                message = await self._receive()
+                pieces.append(message.get("body", b""))
+                size += len(pieces[-1])
+                if size > cap:
+                    raise _too_large(cap)
+            body = b"".join(pieces)
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
-        self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if self._body:
-            self._fields = _routing_fields(self._body, headers)
-        return identify(headers)
+        if body:
+            if len(body) > cap:
+                raise _too_large(cap)
+            self._body = body
+            self._fields = _routing_fields(body, noted)
+        return identify(noted)
 
     async def _bind(self, identity: Identity) -> None:
         """Decide the target: the session's claim, else a valid hint, else the policy's choice."""
@@ -227,14 +223,14 @@ class Turn:
         else:
             key = proxy.hasher.key(_TENANT, identity.session)
             self._final = identity.final
-            entry = self._affinity.bind_cached(key)
+            entry = self._proxy.affinity.bind_cached(key)
             if entry is not None:
                 self._bound((entry, "cached" if entry.claim is not None else "degraded"))
             else:
-                self._bound(await self._unless_gone(self._affinity.bind(key, hint), self._unbind))
+                self._bound(await self._unless_gone(self._proxy.affinity.bind(key, hint), self._unbind))
             if hint is not None and hint is not self._target:
                 proxy.metrics.hints_overridden.inc()
-        proxy.metrics.affinity[self._how]()
+        proxy.metrics.affinity.cells[self._how,] += 1
 
     async def _attempt(self) -> None:
         """Send the request to the target until a response head is there. What surely did not run is tried again: on a
@@ -254,22 +250,21 @@ class Turn:
                 except LocalLimit as error:
                     raise TurnError("overloaded", str(error)) from error
                 except ConnectFailed as error:
-                    proxy.metrics.connects.labels(worker.name, "failed").inc()
+                    proxy.metrics.connects.inc(worker.name, "failed")
                     worker.unreachable()
                     lost |= {worker.name}
                     await self._move(lost, error)
                     fresh = False
                     continue
-                proxy.metrics.connects.labels(worker.name, "ok").inc()
+                proxy.metrics.connects.inc(worker.name, "ok")
                 worker.reached()
             self._connection = connection
             head = connection.send(self._head(worker, target.rank), self._body, head_only=scope["method"] == "HEAD")
-            self._watch_limits()
             try:
                 await head
             except StaleConnection:
                 self._check_client()
-                proxy.metrics.retries.labels("stale_connection").inc()
+                proxy.metrics.retries.inc("stale_connection")
                 connection.release()
                 self._connection = None
                 fresh = True
@@ -292,13 +287,13 @@ class Turn:
             entry.closing = True
         headers = response_headers(connection.headers, status)
         headers += self._own_headers()
-        self._done = self._loop.create_future()
+        self._done = self.loop.create_future()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         connection.relay(self)
         await self._done
         if self._held is not None:
             await self._close_session()
-            self._done = self._loop.create_future()
+            self._done = self.loop.create_future()
             held, self._held = self._held, None
             self._push(b"".join(held), self._held_end)
             if self._failure is not None and self._stalled is None:
@@ -343,8 +338,6 @@ class Turn:
         """Give everything back, whatever happened."""
         if self._client is not None:
             self._client.close()
-        if self._timer is not None:
-            self._timer.cancel()
         if self._stalled is not None:
             self._stalled.close()
         if self._connection is not None:
@@ -352,11 +345,11 @@ class Turn:
         if self._slot is not None:
             self._slot.in_flight -= 1
         if self._entry is not None:
-            self._affinity.release(self._entry)
+            self._proxy.affinity.release(self._entry)
         if self._gone:
             self._outcome = "aborted"
         self._proxy.metrics.turn(self._fields.model, self._outcome)
-        self._proxy.metrics.turn_seconds.observe(self._loop.time() - self._started)
+        self._proxy.metrics.turn_seconds.observe(self.loop.time() - self._started)
 
     # -- steps of binding and attempting
 
@@ -374,15 +367,15 @@ class Turn:
     async def _move(self, lost: frozenset[str], error: ConnectFailed) -> None:
         """Find another target after every worker in `lost` could not be reached."""
         proxy = self._proxy
-        proxy.metrics.retries.labels("worker_unreachable").inc()
+        proxy.metrics.retries.inc("worker_unreachable")
         try:
             if self._entry is None:
                 self._target = self._place(lost)
                 return
-            self._bound(await self._unless_gone(self._affinity.rebind(self._entry, lost), self._bound))
+            self._bound(await self._unless_gone(self._proxy.affinity.rebind(self._entry, lost), self._bound))
         except TurnError as none_left:
             raise TurnError("worker_unreachable", f"no worker can be reached ({error})") from none_left
-        proxy.metrics.affinity[self._how]()
+        proxy.metrics.affinity.cells[self._how,] += 1
 
     def _place(self, lost: frozenset[str]) -> Target:
         candidates = self._proxy.fleet.candidates(lost)
@@ -395,7 +388,7 @@ class Turn:
         self._target = self._entry.target
 
     def _unbind(self, bound: tuple[Entry, str]) -> None:
-        self._affinity.release(bound[0])
+        self._proxy.affinity.release(bound[0])
 
     def _take_slot(self, worker: Worker) -> None:
         if self._slot is not worker:
@@ -406,31 +399,31 @@ class Turn:
 
     def _head(self, worker: Worker, rank: int | None) -> bytes:
         scope = self._scope
-        path = worker.base_path + scope["raw_path"]
         query = scope["query_string"]
-        extra = b"x-request-id: %b\r\n" % self._request_id
+        parts = [
+            scope["method"].encode(),
+            b" ",
+            worker.base_path,
+            scope["raw_path"],
+            b"?" if query else b"",
+            query,
+            worker.host_line,
+            self._lines,
+            b"x-request-id: ",
+            self._request_id,
+        ]
         if rank is not None:
-            extra += b"x-data-parallel-rank: %d\r\n" % rank
-        framed = bool(self._body) or header(scope["headers"], b"content-length") is not None
-        return request_head(
-            scope["method"],
-            path + b"?" + query if query else path,
-            worker.authority,
-            scope["headers"],
-            len(self._body) if framed or scope["method"] in ("POST", "PUT", "PATCH") else None,
-            extra,
-        )
+            parts.append(b"\r\nx-data-parallel-rank: %d" % rank)
+        if self._body or self._framed or scope["method"] in _EMPTY_BODY_METHODS:
+            parts.append(b"\r\ncontent-length: %d" % len(self._body))
+        parts.append(b"\r\n\r\n")
+        return b"".join(parts)
 
     def _own_headers(self) -> list[Header]:
-        own: list[Header] = [
-            (b"x-coatcheck-affinity", self._how.encode()),
-            (b"x-request-id", self._request_id),
-        ]
+        own = [self._proxy.affinity_headers[self._how], (b"x-request-id", self._request_id)]
         target = self._target
         if target is not None:
-            own.append((b"x-coatcheck-worker", target.worker.name.encode()))
-            if target.rank is not None:
-                own.append((b"x-coatcheck-rank", b"%d" % target.rank))
+            own += target.headers
         return own
 
     # -- the client's leaving, and limits
@@ -440,7 +433,7 @@ class Turn:
         if self._gone:
             work.close()
             raise ClientDisconnected
-        self._pending = task = self._loop.create_task(work)
+        self._pending = task = self.loop.create_task(work)
         try:
             await asyncio.wait({task})
         finally:
@@ -470,42 +463,26 @@ class Turn:
         if self._gone:
             raise ClientDisconnected
 
-    def _watch_limits(self) -> None:
-        """One timer a turn, set to the nearest limit and set again as that moves on."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_later(self._next_limit()[0], self._check_limits)
-
-    def _check_limits(self) -> None:
-        left, failure = self._next_limit()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._check_limits)
-        elif self._connection is not None:
-            self._connection.fail(AttemptTimeout(failure))
-
-    def _next_limit(self) -> tuple[float, str]:
-        """Seconds until a limit is exceeded, and what to say then."""
-        limits, connection, now = self._proxy.limits, self._connection, self._loop.time()
-        left, failure = 3600.0, ""
-        limit = limits.idle if self._ttft else limits.first_byte
-        if limit and connection is not None:
-            what = "sent nothing for" if self._ttft else "did not begin to answer within"
-            failure = f"the worker {what} {limit:g} s"
-            # While the client is the slow one, the worker is not being read and cannot be blamed.
-            left = limit if self._stalled is not None else limit - (now - connection.last_read)
-        if limits.total and limits.total - (now - self._started) < left:
-            left = limits.total - (now - self._started)
-            failure = f"the turn took longer than {limits.total:g} s"
-        return left, failure
+    def check_limits(self, now: float) -> None:
+        """Cut the attempt when the worker has been silent, or the turn has lasted, longer than is allowed."""
+        limits, connection = self._proxy.limits, self._connection
+        if connection is None:
+            return  # connecting and binding have limits of their own
+        if limits.total and now - self._started > limits.total:
+            connection.fail(AttemptTimeout(f"the turn took longer than {limits.total:g} s"))
+        # While the client is the slow one, the worker is not being read and cannot be blamed.
+        elif self._stalled is None and self._held is None:
+            limit = limits.idle if self._ttft else limits.first_byte
+            if limit and now - connection.last_read > limit:
+                what = "sent nothing for" if self._ttft else "did not begin to answer within"
+                connection.fail(AttemptTimeout(f"the worker {what} {limit:g} s"))
 
     # -- the sink: called from the worker's connection
 
     def on_data(self, data: bytes, end: bool) -> None:
         if not self._ttft:
             self._ttft = True
-            self._proxy.metrics.ttft.observe(self._loop.time() - self._started)
-            if not end:
-                self._watch_limits()
+            self._proxy.metrics.ttft.observe(self.loop.time() - self._started)
         entry = self._entry
         if entry is not None and entry.closing and entry.active == 1 and self._hold(data, end):
             return
@@ -534,7 +511,7 @@ class Turn:
 
     def _push(self, data: bytes, end: bool) -> None:
         if self._stalled is not None:
-            self._backlog.append(data)
+            (self._backlog or self._new_backlog()).append(data)
             self._backlog_end = end
             return
         if not data and not end:
@@ -561,15 +538,19 @@ class Turn:
         connection = self._connection
         assert connection is not None
         if self._backlog:
-            backlog, self._backlog = self._backlog, []
+            backlog, self._backlog = self._backlog, None
             self._push(b"".join(backlog), self._backlog_end)
         if self._stalled is not None:
             return
         if self._backlog_end or self._failure is not None or self._held is not None:
             self._finish()
         else:
-            connection.last_read = self._loop.time()  # the wait was not the worker's
+            connection.last_read = self.loop.time()  # the wait was not the worker's
             connection.resume()
+
+    def _new_backlog(self) -> list[bytes]:
+        self._backlog = []
+        return self._backlog
 
     def _finish(self) -> None:
         if self._done is not None and not self._done.done():
@@ -578,7 +559,7 @@ class Turn:
     async def _close_session(self) -> None:
         entry = self._entry
         if entry is not None and entry.closing and entry.active == 1:
-            await self._affinity.close(entry)
+            await self._proxy.affinity.close(entry)
 
 
 class _Driven:
@@ -632,20 +613,18 @@ class _Driven:
             self._wait(waits_for)
 
 
-def _routing_fields(body: bytes, headers: list[Header]) -> _Fields:
+def _routing_fields(body: bytes, noted: Noted) -> _Fields:
     """Raises TurnError `invalid_json` or `invalid_request`, for bodies that say they are JSON; others are the worker's
     business."""
-    kind = header(headers, b"content-type")
-    is_json = kind is not None and b"json" in kind.lower() and header(headers, b"content-encoding") is None
     try:
         return _decode_fields(body)
-    except msgspec.ValidationError as error:
-        if is_json:
-            raise TurnError("invalid_request", f"the request body is not as expected: {error}") from error
     except msgspec.DecodeError as error:
-        if is_json:
-            raise TurnError("invalid_json", f"the request body is not valid JSON: {error}") from error
-    return _NO_FIELDS
+        kind = noted.get(b"content-type", (b"",))[0]
+        if b"json" not in kind.lower() or b"content-encoding" in noted:
+            return _NO_FIELDS
+        if isinstance(error, msgspec.ValidationError):
+            raise TurnError("invalid_request", f"the request body is not as expected: {error}") from error
+        raise TurnError("invalid_json", f"the request body is not valid JSON: {error}") from error
 
 
 def _before_head(failure: AttemptFailed) -> TurnError:
@@ -657,9 +636,9 @@ def _before_head(failure: AttemptFailed) -> TurnError:
     return TurnError("worker_reset", str(failure))
 
 
-def _given_request_id(headers: list[Header]) -> bytes | None:
-    value = header(headers, b"x-request-id")
-    return value if value and len(value) <= 128 and value.isascii() else None
+def _given_request_id(noted: Noted) -> bytes | None:
+    values = noted.get(b"x-request-id")
+    return values[0] if values and 0 < len(values[0]) <= 128 and values[0].isascii() else None
 
 
 def _too_large(cap: int) -> TurnError:

@@ -77,6 +77,7 @@ class WorkerConnection(asyncio.Protocol):
         "_connected",
         "_exchange",
         "_failure",
+        "_framed",
         "_head",
         "_head_bytes",
         "_head_only",
@@ -123,6 +124,7 @@ class WorkerConnection(asyncio.Protocol):
         self._interim = False
         self._complete = False
         self._close_delimited = False
+        self._framed = False
         self._keep_alive = True
         self._pieces: list[bytes] = []
         self._held = 0
@@ -297,12 +299,16 @@ class WorkerConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._complete:
             self._keep_alive = False  # a second response to one request
-            return
-        self.headers = []
+        elif self.headers:  # of an interim response
+            self.headers = []
+            self._framed = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # later ones are trailers, which end here
-            self.headers.append((name.lower(), value))
+            name = name.lower()
+            if name == b"content-length" or name == b"transfer-encoding":
+                self._framed = True
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._complete:
@@ -317,9 +323,7 @@ class WorkerConnection(asyncio.Protocol):
             # llhttp does not know the request's method and would wait for the body that the header announces.
             self._complete = True
             self._parser = httptools.HttpResponseParser(self)
-        elif status not in (204, 304) and not any(
-            name in (b"content-length", b"transfer-encoding") for name, _ in self.headers
-        ):
+        elif not self._framed and status not in (204, 304):
             self._close_delimited = True  # RFC 9112 6.3, rule 8
             self._keep_alive = False
         if self._head is not None and not self._head.done():

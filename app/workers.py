@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
+from app.headers import Header
 from app.upstream import Pool
 
 _AVOID_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -21,14 +22,15 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server. `in_flight` counts attempts that hold a slot, `reserved` claims being made for it."""
 
-    __slots__ = ("_avoid_until", "_clock", "_unreachable", "authority", "base_path", "in_flight", "known", "name",
+    __slots__ = ("_avoid_until", "_clock", "_unreachable", "base_path", "host_line", "in_flight", "known", "name",
                  "pool", "reserved", "targets", "url")  # fmt: skip
 
     def __init__(self, name: str, url: str, pool: Pool, *, clock: Callable[[], float] = time.monotonic) -> None:
         parts = urlsplit(url)
         self.name = name
         self.url = url
-        self.authority = parts.netloc.rpartition("@")[2].encode("idna" if not parts.netloc.isascii() else "ascii")
+        self.host_line = b" HTTP/1.1\r\nhost: %b\r\n" % parts.netloc.encode("ascii" if url.isascii() else "idna")
+        """Ends the request line of what is sent to it."""
         self.base_path = parts.path.rstrip("/").encode()
         self.pool = pool
         self.targets = (Target(self, None),)
@@ -64,11 +66,15 @@ class Worker:
 class Target:
     """A worker and, where it has data-parallel ranks, one of them."""
 
-    __slots__ = ("rank", "worker")
+    __slots__ = ("headers", "rank", "worker")
 
     def __init__(self, worker: Worker, rank: int | None) -> None:
         self.worker = worker
         self.rank = rank
+        self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
+        """Says to the client where its turn went."""
+        if rank is not None:
+            self.headers.append((b"x-coatcheck-rank", b"%d" % rank))
 
     @property
     def load(self) -> int:

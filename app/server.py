@@ -1,0 +1,156 @@
+"""The client's side of the data plane under uvicorn: its HTTP protocol, with our own response writer for proxied paths.
+
+uvicorn's parser, pipelining and flow control stay. What differs, and why:
+- the response head is written together with the first piece of the body when that follows at once, as it does in every
+  answer that is not a stream: one system call and one packet less (measured: a fifth of a JSON turn's CPU);
+- header names and values are not checked again: they come from llhttp or from us;
+- a body to an HTTP/1.0 client is ended by closing, never chunked, which such a client cannot read (RFC 9112 7.1);
+- a response that its worker did not complete is cut without the noise of a fault of the application;
+- a request that is not HTTP gets an error of OpenAI's shape.
+The proxy itself stays plain ASGI and runs under any server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from app.errors import TurnError, error_response
+
+log = logging.getLogger("coatcheck.server")
+
+
+def _status_line(status: int) -> bytes:
+    try:
+        phrase = http.HTTPStatus(status).phrase
+    except ValueError:
+        phrase = ""
+    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
+
+
+_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
+
+
+class ClientProtocol(HttpToolsProtocol):
+    """One client connection. Give it to uvicorn as `http=`."""
+
+    proxied: Callable[[str], bool] = staticmethod(lambda path: False)
+    """Which paths get our writer; see `client_protocol`."""
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["type"] != "http" or not self.proxied(cycle.scope["path"]):
+            super()._start_asgi_task(cycle, app)
+            return
+        task = self.loop.create_task(Response(cycle, self.loop).run(app))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def send_400_response(self, msg: str) -> None:
+        status, headers, body = error_response(TurnError("invalid_request", "the request is not valid HTTP/1.1"))
+        lines = [b"%b: %b\r\n" % pair for pair in headers]
+        self.transport.write(b"".join([_STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))
+        self.transport.close()
+
+
+def client_protocol(proxied: Callable[[str], bool]) -> type[ClientProtocol]:
+    """The protocol class whose writer serves the paths that `proxied` is true of."""
+    return type("ClientProtocol", (ClientProtocol,), {"proxied": staticmethod(proxied)})
+
+
+class Response:
+    """Writes one response for uvicorn's request cycle, whose state it keeps as the cycle itself would."""
+
+    __slots__ = ("_chunked", "_cycle", "_flush", "_head", "_loop", "_no_body")
+
+    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
+        self._cycle = cycle
+        self._loop = loop
+        self._head: bytes | None = None
+        self._flush: asyncio.Handle | None = None
+        self._chunked = False
+        self._no_body = False
+
+    async def run(self, app: Callable[..., Coroutine[Any, Any, None]]) -> None:
+        cycle = self._cycle
+        try:
+            await app(cycle.scope, cycle.receive, self.send)
+        except Exception:
+            log.exception("a turn failed after its answer had begun")
+        finally:
+            if not cycle.response_complete and not cycle.disconnected:
+                self._write_head()
+                cycle.transport.close()  # without the end that the client waits for
+            cycle.on_response = _nothing
+
+    async def send(self, message: Any) -> None:
+        cycle = self._cycle
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        if cycle.disconnected:
+            return
+        if message["type"] == "http.response.body":
+            self._body(cycle, message.get("body", b""), message.get("more_body", False))
+        else:
+            self._start(cycle, message["status"], message["headers"])
+
+    def _start(self, cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        cycle.response_started = True
+        cycle.waiting_for_100_continue = False
+        self._no_body = cycle.scope["method"] == "HEAD" or status in (204, 304)
+        sized = False
+        lines = [_STATUS_LINES[status]]
+        for name, value in headers:
+            if name == b"content-length":
+                sized = True
+            lines += (name, b": ", value, b"\r\n")
+        if not sized and not self._no_body:
+            if cycle.scope["http_version"] == "1.1":
+                self._chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                cycle.keep_alive = False
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+        # A stream's first piece may be long in coming: the client is not kept from the head.
+        self._flush = self._loop.call_soon(self._write_head)
+
+    def _write_head(self) -> None:
+        head, self._head = self._head, None
+        if head is not None and not self._cycle.disconnected:
+            self._cycle.transport.write(head)
+
+    def _body(self, cycle: RequestResponseCycle, body: bytes, more: bool) -> None:
+        head = self._head
+        if self._no_body:
+            data = b""
+        elif self._chunked:
+            if body:
+                data = b"%x\r\n%b\r\n" % (len(body), body) if more else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+            else:
+                data = b"" if more else b"0\r\n\r\n"
+        else:
+            data = body
+        if head is not None:
+            self._head = None
+            if self._flush is not None:
+                self._flush.cancel()
+            data = head + data
+        if data:
+            cycle.transport.write(data)
+        if not more:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                cycle.transport.close()
+            cycle.on_response()
+
+
+def _nothing() -> None:
+    pass

@@ -24,7 +24,8 @@ import uvicorn
 
 from app import children
 from app.config import Settings, dump_settings, mask
-from app.main import SETTINGS_VARIABLE, Router, app_from_environment, create_app
+from app.main import SETTINGS_VARIABLE, Router, app_from_environment, create_app, is_proxied
+from app.server import client_protocol
 
 log = logging.getLogger("coatcheck")
 
@@ -103,9 +104,7 @@ def configure_logging(level: str) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Not for the two things that uvicorn calls errors and that we do on purpose."""
-    if record.msg == "ASGI callable returned without completing response.":
-        return False  # a worker broke within its answer: the connection is cut, so that the client does not miss it
+    """Not for what uvicorn calls an error and we do on purpose."""
     # A turn was still running when its time at shutdown was over; uvicorn has said how many those were.
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
@@ -122,7 +121,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http="httptools",
+                http=client_protocol(is_proxied),
                 ws="none",
                 lifespan="on",
                 log_config=None,

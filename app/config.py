@@ -369,8 +369,11 @@ def expected(field: FieldInfo) -> str:
         return "a list of URLs"
     if field.annotation == Path | None:
         return "the path of a file"
-    lengths = [item for item in field.metadata if isinstance(item, annotated_types.MaxLen)]
-    return f"text of 1 to {lengths[0].max_length} characters" if lengths else "text, in quotes"
+    longest = [item.max_length for item in field.metadata if isinstance(item, annotated_types.MaxLen)]
+    shortest = [item.min_length for item in field.metadata if isinstance(item, annotated_types.MinLen)]
+    if longest:
+        return f"text of 1 to {longest[0]} characters"
+    return "text, and not empty" if shortest else "text, in quotes"
 
 
 def _spoken_bounds(metadata: Iterable[Any]) -> str:

@@ -1,0 +1,301 @@
+"""Settings and their three sources: a mistake is found at start and explained in the words in which it was made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from app.config import (
+    Settings,
+    SettingsError,
+    dump_settings,
+    flag_name,
+    mask,
+    read_settings,
+    shown_value,
+    variable_name,
+)
+
+# For every setting: what a user may write, and what is then used. None of them is the default.
+WRITTEN: dict[str, tuple[str, Any]] = {
+    "host": ("0.0.0.0", "0.0.0.0"),
+    "port": ("8123", 8123),
+    "processes": ("3", 3),
+    "claims": ("file:///srv/claims", "file:///srv/claims"),
+    "worker": ("http://a:1 http://b:2,name=b", ("http://a:1", "http://b:2,name=b")),
+    "policy": ("round-robin", "round-robin"),
+    "session_ttl": ("90.5", 90.5),
+    "max_stale": ("10", 10.0),
+    "claim_cache": ("7", 7),
+    "on_store_outage": ("refuse", "refuse"),
+    "store_deadline": ("0.5", 0.5),
+    "session_secret": ("hush", SecretStr("hush")),
+    "replica": ("east-1", "east-1"),
+    "connect_timeout": ("2", 2.0),
+    "first_byte_timeout": ("0", 0.0),
+    "idle_timeout": ("9", 9.0),
+    "turn_timeout": ("100", 100.0),
+    "worker_keepalive": ("0", 0.0),
+    "worker_ca": (__file__, Path(__file__)),
+    "worker_tls_verify": ("false", False),
+    "max_body_bytes": ("4096", 4096),
+    "keepalive_timeout": ("5", 5),
+    "drain_delay": ("1.5", 1.5),
+    "drain_timeout": ("0", 0),
+    "log_level": ("debug", "debug"),
+}
+
+# A bad value for each setting that can have one, and a word of the remedy.
+BAD = [
+    ("host", "", "not empty"),
+    ("port", "eighty", "whole number from 0 to 65535"),
+    ("port", "65536", "whole number from 0 to 65535"),
+    ("port", "-1", "whole number from 0 to 65535"),
+    ("processes", "0", "whole number from 1 to 256"),
+    ("claims", "redis://x", "write memory://"),
+    ("worker", "a:1", "http://host:port"),
+    ("worker", "http://a:1,nmae=x", "URL,name=NAME"),
+    ("worker", "http://a:1 http://b:1,name=x http://c:1,name=x", "another name"),
+    ("worker", "http://a:1 http://a:1/v1,name=x", "remove one"),
+    ("policy", "random", "least-loaded"),
+    ("session_ttl", "0", "number from 1 to 31536000"),
+    ("session_ttl", "nan", "number from 1 to 31536000"),
+    ("max_stale", "0", "above 0 and at most 3600"),
+    ("claim_cache", "0", "1 or more"),
+    ("on_store_outage", "panic", "degrade, refuse"),
+    ("store_deadline", "0", "above 0 and at most 60"),
+    ("replica", "x" * 101, "1 to 100 characters"),
+    ("connect_timeout", "0", "above 0"),
+    ("first_byte_timeout", "inf", "0 or more"),
+    ("idle_timeout", "-1", "0 or more"),
+    ("turn_timeout", "soon", "0 or more"),
+    ("worker_keepalive", "3601", "from 0 to 3600"),
+    ("worker_ca", "/no/such/file", "PEM file"),
+    ("worker_tls_verify", "perhaps", "true or false"),
+    ("max_body_bytes", "1", "1024 or more"),
+    ("keepalive_timeout", "0", "from 1 to 3600"),
+    ("drain_delay", "601", "from 0 to 600"),
+    ("drain_timeout", "1.5", "whole number"),
+    ("log_level", "loud", "debug, info, warning, error"),
+]
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.upper().startswith("COATCHECK_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def problems(flags: dict[str, Any] | None = None, file: Path | None = None) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        read_settings(flags or {}, file)
+    return caught.value.problems
+
+
+def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+def test_the_examples_here_cover_every_setting() -> None:
+    assert set(WRITTEN) == set(Settings.model_fields)
+    assert {name for name, _, _ in BAD} | {"session_secret"} == set(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_every_setting_can_be_given_as_flag_variable_and_file_key(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text, value = WRITTEN[name]
+    default = getattr(read_settings({}).settings, name)
+    assert default != value
+
+    by_flag = read_settings({name: text})
+    assert getattr(by_flag.settings, name) == value
+    assert str(by_flag.origins[name]) == f"flag {flag_name(name)}"
+
+    for key in (name, name.replace("_", "-")):
+        toml = written(tmp_path, f'{key} = "{text}"')
+        yaml = written(tmp_path, f'{key}: "{text}"\n', "c.yaml")
+        for file in (toml, yaml):
+            by_file = read_settings({}, file)
+            assert getattr(by_file.settings, name) == value
+            assert str(by_file.origins[name]) == f"{key} in {file}"
+
+    monkeypatch.setenv(variable_name(name), text)
+    by_variable = read_settings({})
+    assert getattr(by_variable.settings, name) == value
+    assert str(by_variable.origins[name]) == f"variable {variable_name(name)}"
+
+
+def test_files_may_use_their_own_types(tmp_path: Path) -> None:
+    toml = written(
+        tmp_path, 'port = 1\nsession-ttl = 2.5\nworker-tls-verify = false\nworker = ["http://a:1", "http://b:1"]'
+    )
+    yaml = written(
+        tmp_path, "port: 1\nsession_ttl: 2.5\nworker_tls_verify: no\nworker:\n- http://a:1\n- http://b:1\n", "c.yml"
+    )
+    for file in (toml, yaml):
+        settings = read_settings({}, file).settings
+        assert (settings.port, settings.session_ttl, settings.worker_tls_verify) == (1, 2.5, False)
+        assert settings.worker == ("http://a:1", "http://b:1")
+
+
+def test_flag_goes_before_variable_before_file_before_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = written(tmp_path, "port = 3\nclaim_cache = 3\nmax_stale = 3")
+    monkeypatch.setenv("COATCHECK_PORT", "2")
+    monkeypatch.setenv("COATCHECK_CLAIM_CACHE", "2")
+    settings, origins = read_settings({"port": "1"}, file)
+    assert (settings.port, settings.claim_cache, settings.max_stale, settings.idle_timeout) == (1, 2, 3.0, 300.0)
+    kinds = [origins[name].kind for name in ("port", "claim_cache", "max_stale", "idle_timeout")]
+    assert kinds == ["flag", "variable", "file", "default"]
+
+
+def test_a_variable_may_name_the_file_and_a_flag_goes_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COATCHECK_CONFIG", str(written(tmp_path, "port = 3", "named.toml")))
+    assert read_settings({}).settings.port == 3
+    assert read_settings({}, written(tmp_path, "port = 4")).settings.port == 4
+
+
+def test_an_empty_variable_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COATCHECK_PORT", "")
+    monkeypatch.setenv("COATCHECK_CONFIG", "")
+    assert read_settings({}).settings.port == 8000
+
+
+@pytest.mark.parametrize(("name", "value", "remedy"), BAD)
+def test_a_bad_value_is_explained_as_it_was_written(
+    name: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (problem,) = problems({name: value})
+    assert problem.startswith(f"{flag_name(name)} {value or repr(value)}: ")
+    assert remedy in problem
+
+    file = written(tmp_path, f'{name} = "{value}"')
+    (problem,) = problems({}, file)
+    assert problem.startswith(f"{name} = {value or repr(value)} in {file}: ")
+    assert remedy in problem
+
+    if value:
+        monkeypatch.setenv(variable_name(name), value)
+        (problem,) = problems()
+        assert problem.startswith(f"{variable_name(name)}={value}: ")
+        assert remedy in problem
+
+
+def test_all_problems_are_told_at_once() -> None:
+    assert len(problems({"port": "x", "policy": "y", "idle_timeout": "z"})) == 3
+
+
+@pytest.mark.parametrize("text", ["port = true", "session_ttl = true"])
+def test_a_truth_value_is_no_number(text: str, tmp_path: Path) -> None:
+    (problem,) = problems({}, written(tmp_path, text))
+    assert "number" in problem
+
+
+def test_a_number_is_no_secret(tmp_path: Path) -> None:
+    (problem,) = problems({}, written(tmp_path, "session_secret = 123456"))
+    assert "in quotes" in problem
+    assert "123456" not in problem
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({"processes": "2", "claims": "memory://"}, ("processes", "claims")),
+        ({"store_deadline": "5", "session_ttl": "5"}, ("store_deadline", "session_ttl")),
+        ({"turn_timeout": "5", "connect_timeout": "5"}, ("turn_timeout", "connect_timeout")),
+        ({"worker_ca": __file__, "worker_tls_verify": False}, ("worker_ca", "worker_tls_verify")),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_both_named(flags: dict[str, Any], names: tuple[str, ...]) -> None:
+    (problem,) = problems(flags)
+    for name in names:
+        written_as = "--no-worker-tls-verify" if flags[name] is False else f"{flag_name(name)} {flags[name]}"
+        assert written_as in problem
+
+
+def test_a_relation_with_a_default_says_so() -> None:
+    (problem,) = problems({"session_ttl": "1.5"})
+    assert "--store-deadline 2 (the default) with --session-ttl 1.5" in problem
+
+
+def test_an_unknown_file_key_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    for file in (written(tmp_path, "sesion-ttl = 1"), written(tmp_path, "sesion-ttl: 1", "c.yaml")):
+        (problem,) = problems({}, file)
+        assert str(file) in problem
+        assert "'sesion-ttl'" in problem
+        assert "session_ttl" in problem
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COATCHECK_WORKERS", "http://a:1")
+    (problem,) = problems()
+    assert "COATCHECK_WORKERS" in problem
+    assert problem.endswith("did you mean COATCHECK_WORKER?")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("c.toml", "port = ", "correct the file"),
+        ("c.yaml", "port: [", "correct the file"),
+        ("c.yaml", "port: 1\nport: 2", "port is given twice"),
+        ("c.toml", "max_stale = 1\nmax-stale = 1", "given twice"),
+        ("c.yaml", "- port", "top level"),
+        ("c.json", "{}", "TOML or YAML"),
+        ("c.toml", None, "No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(
+    name: str, text: str | None, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    if text is not None:
+        file.write_text(text)
+    (problem,) = problems({}, file)
+    assert str(file) in problem
+    assert said in problem
+    assert "\n" not in problem
+
+
+def test_an_empty_yaml_file_says_nothing(tmp_path: Path) -> None:
+    assert read_settings({}, written(tmp_path, "# nothing\n", "c.yaml")).settings.port == 8000
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    assert shown_value(SecretStr("hush")) == "********"
+    assert shown_value("etcd://me:hush@h:1,i:2/p") == "etcd://********@h:1,i:2/p"
+    assert mask("see etcd://me:hu/sh@h:1/p and http://b:1") == "see etcd://********@h:1/p and http://b:1"
+    for flags in ({"session_secret": "hush" * 20}, {"claims": "etc://me:hush@h/p"}, {"worker": "http://me:hush@h:1"}):
+        assert "hush" not in " ".join(problems(flags))
+
+
+def test_the_settings_survive_the_way_to_another_process_with_their_secrets() -> None:
+    flags = {name: text for name, (text, _) in WRITTEN.items() if name != "worker_tls_verify"}
+    settings = read_settings(flags).settings
+    assert Settings.model_validate_json(dump_settings(settings)) == settings
+    assert Settings.model_validate_json(dump_settings(settings)).session_secret.get_secret_value() == "hush"
+
+
+def test_claims_are_kept_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder))
+    assert read_settings({}).settings.claims == f"file://{tmp_path}/a%20folder/coatcheck/claims"
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read_settings({}).settings.claims == f"file://{tmp_path}/.local/state/coatcheck/claims"
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        read_settings({}).settings.port = 1

@@ -240,6 +240,7 @@ _BY_TEXT = (
     ("etcdserver: too many requests", _Fault.NOT_NOW),
     ("etcdserver: invalid auth token", _Fault.LOGIN),
     ("etcdserver: revision of auth store is old", _Fault.LOGIN),
+    ("auth: revision in header is old", _Fault.LOGIN),  # the same in the words of 3.5, as UNKNOWN
     ("etcdserver: user name is empty", _Fault.LOGIN),
     ("etcdserver: mvcc: database space exceeded", _Fault.FULL),
     ("etcdserver: requested lease not found", _Fault.NO_LEASE),
@@ -283,6 +284,10 @@ class _Refused(StoreUnavailable):
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
+
+
+_REQUIRE_LEADER = (("hasleader", "true"),)
+"""Makes a member that has lost its cluster say so at once (clientv3.WithRequireLeader)."""
 
 
 class _Endpoint:
@@ -345,8 +350,7 @@ class EtcdStore:
         self._endpoints = [_Endpoint(target, url, credentials) for target in url.targets]
         self._current = 0
         self._attempt_s = deadline if len(self._endpoints) == 1 else deadline / 4
-        # `hasleader` makes a member that has lost its cluster say so at once (clientv3.WithRequireLeader).
-        self._metadata: tuple[tuple[str, str], ...] = (("hasleader", "true"),)
+        self._metadata: tuple[tuple[str, str], ...] = _REQUIRE_LEADER
         self._logged_in = url.user is None
         self._buckets: dict[float, _Bucket] = {}
         self._leases: dict[int, float] = {}
@@ -627,6 +631,7 @@ class EtcdStore:
 
         Raises StoreUnavailable (and its kinds) or, for a write only, OutcomeUnknown."""
         doubt: Exception | None = None
+        trouble = ""
         unreachable = logins = 0
         while True:
             if login and not self._logged_in and not self._closed:
@@ -634,15 +639,16 @@ class EtcdStore:
             if self._closed:
                 raise _failure(write, doubt, "the store is closed")
             endpoint = self._endpoints[self._current]
-            metadata = self._metadata
+            # An expired token would make etcd refuse even the login.
+            metadata = self._metadata if login else _REQUIRE_LEADER
             timeout = min(self._attempt_s, until - time.monotonic())
             if timeout <= 0:
-                raise self._unreached(write, doubt, "no answer in time")
+                raise self._unreached(write, doubt, trouble or "no answer in time")
             try:
                 answer = await getattr(endpoint, method)(request, timeout=timeout, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 fault = _judge(error)
-                text = f"{endpoint.target}: {error.details() or error.code().name}"
+                text = trouble = f"{endpoint.target}: {error.details() or error.code().name}"
                 if fault is _Fault.DOUBTFUL:
                     doubt = error
                     self._suspect(endpoint)
@@ -727,7 +733,7 @@ class EtcdStore:
             # As etcd's own client does: without authentication the login is simply not needed.
             if "authentication is not enabled" not in str(error):
                 raise StoreUnavailable(f"etcd: the login of {self._url.user!r} failed: {error}") from error
-        self._metadata = (("hasleader", "true"), *token)
+        self._metadata = (*_REQUIRE_LEADER, *token)
         self._logged_in = True
 
 

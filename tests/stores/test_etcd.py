@@ -20,7 +20,6 @@ import pytest
 from aetcd import rpc
 
 from backends.base import (
-    Claim,
     ClaimLost,
     ClaimOutcome,
     ClaimValue,
@@ -30,6 +29,7 @@ from backends.base import (
     Reset,
     StoreConfigurationError,
     StoreUnavailable,
+    encode_value,
 )
 from backends.etcd import EtcdStore, EtcdUrl
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
@@ -37,7 +37,7 @@ from tests.support.scripted_etcd import ScriptedEtcd
 from tests.support.tcp import TcpProxy
 
 DEADLINE = 1.0
-INTERVAL = 0.2
+INTERVAL = 0.3
 """Between signs of life; a watch is given up after 2.5 of them."""
 T = TypeVar("T")
 Open = Callable[..., Awaitable[EtcdStore]]
@@ -67,7 +67,7 @@ async def open_store() -> AsyncIterator[Open]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def open_(url: str, **options: float) -> EtcdStore:
-            options = {"deadline": DEADLINE, "progress_interval": INTERVAL} | options
+            options = {"deadline": DEADLINE} | options
             store = await EtcdStore.open(url, **options)
             stack.push_async_callback(store.aclose)
             return store
@@ -186,6 +186,8 @@ async def test_a_first_turn_costs_one_round_trip(shared: EtcdServer, open_store:
     ours, theirs = await open_store(url), await open_store(url)
     for store in (ours, theirs):
         await store.create_or_get("00", value(), 60)
+    # "theirs" has made its own lease, and asked about ours in the background.
+    await until(lambda: len(theirs._leases) == 2)
     before = {method: shared.calls(method) for method in ("Txn", "Range", "LeaseGrant", "LeaseTimeToLive")}
     for number in range(1, 21):
         mine = await ours.create_or_get(f"{number:02x}", value(), 60)
@@ -194,7 +196,6 @@ async def test_a_first_turn_costs_one_round_trip(shared: EtcdServer, open_store:
         assert not adopted.created
         assert adopted.claim.revision == mine.claim.revision
     after = {method: shared.calls(method) - calls for method, calls in before.items()}
-    # "theirs" met our lease with its first claim already, and has asked about it then.
     assert after == {"Txn": 40, "Range": 0, "LeaseGrant": 0, "LeaseTimeToLive": 0}
 
 
@@ -214,7 +215,9 @@ async def test_few_leases_however_many_claims_and_a_renewed_claim_outlives_its_f
     dropped = (await store.create_or_get("bb", value(), ttl)).claim
     most = grants = 0
     start = time.monotonic()
-    while time.monotonic() < start + 3.5:
+    while time.monotonic() < start + 3.0:
+        if time.monotonic() < dropped.expires_at - 0.05:
+            assert await store.get("bb") == dropped, "it stands until its bound"
         for _ in range(10):
             await store.create_or_get(secrets.token_hex(8), value(), ttl)
         renewed = await store.renew(kept, ttl)
@@ -225,27 +228,12 @@ async def test_few_leases_however_many_claims_and_a_renewed_claim_outlives_its_f
         revoked = server.metric("etcd_debugging_lease_revoked_total")
         most, grants = max(most, int(granted - revoked)), int(granted)
         await asyncio.sleep(0.02)
-    assert 3 <= grants <= 5
+    assert 3 <= grants <= 4
     assert most <= 5
     assert await store.get("aa") is not None
     assert await store.get("bb") is None
     with pytest.raises(ClaimLost):
         await store.renew(dropped, ttl)
-
-
-async def test_a_claim_stands_until_its_expiry_bound(shared: EtcdServer, open_store: Open) -> None:
-    store = await open_store(shared.url(fresh_prefix()))
-    claim = (await store.create_or_get("aa", value(), 1)).claim
-    await asyncio.sleep(claim.expires_at - time.monotonic() - 0.05)
-    assert await store.get("aa") is not None
-    await until_gone(store, "aa")
-
-
-async def until_gone(store: EtcdStore, key: str, seconds: float = 5) -> None:
-    give_up = time.monotonic() + seconds
-    while await store.get(key) is not None:
-        assert time.monotonic() < give_up
-        await asyncio.sleep(0.05)
 
 
 async def test_the_expiry_of_a_peers_claim_is_known_to_the_second_read(shared: EtcdServer, open_store: Open) -> None:
@@ -267,10 +255,10 @@ async def test_a_renewal_never_shortens_what_a_peer_gave(shared: EtcdServer, ope
     url = shared.url(fresh_prefix())
     long, short = await open_store(url), await open_store(url)
     claim = (await long.create_or_get("aa", value(), 100)).claim
-    puts = shared.metric("etcd_debugging_mvcc_put_total")
+    puts = shared.metric("etcd(_debugging)?_mvcc_put_total")
     renewed = await short.renew(claim, 10)
     assert renewed.expires_at >= claim.expires_at - 2
-    assert shared.metric("etcd_debugging_mvcc_put_total") == puts
+    assert shared.metric("etcd(_debugging)?_mvcc_put_total") == puts
     assert (await short.renew(claim, 200)).expires_at > claim.expires_at + 100
 
 
@@ -368,28 +356,32 @@ async def test_a_write_to_a_refused_connection_was_surely_not_applied(server: Et
     claim = (await store.create_or_get("aa", value(), 60)).claim
     server.kill()
     await asyncio.sleep(0.1)  # for the end of the connection to be seen
-    for call in (
-        lambda: store.create_or_get("bb", value(), 60),
-        lambda: store.renew(claim, 200),
-        lambda: store.close(claim),
-        lambda: store.get("aa"),
-    ):
-        with pytest.raises(StoreUnavailable):
-            await call()
+    results = await asyncio.gather(
+        store.create_or_get("bb", value(), 60),
+        store.renew(claim, 200),
+        store.close(claim),
+        store.get("aa"),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [StoreUnavailable] * 4
 
 
 async def test_a_stopped_server_costs_the_deadline_and_no_more(server: EtcdServer, open_store: Open) -> None:
     store = await open_store(server.url())
     claim = (await store.create_or_get("aa", value(), 60)).claim
     server.pause()
-    for call, errors in (
-        (lambda: store.get("aa"), StoreUnavailable),
-        (lambda: store.create_or_get("bb", value(), 60), OutcomeUnknown),
-        (lambda: store.close(claim), OutcomeUnknown),
-    ):
-        with Stopwatch() as took, pytest.raises(errors):
-            await call()
-        assert took.seconds < DEADLINE + 0.3
+    with Stopwatch() as took:
+        results = await asyncio.gather(
+            store.get("aa"),
+            store.renew(claim, 200),
+            store.create_or_get("bb", value(), 60),
+            store.create_or_get("cc", value(), 300),  # needs a lease first, so nothing was sent
+            store.close(claim),
+            return_exceptions=True,
+        )
+    kinds = [type(result) for result in results]
+    assert kinds == [StoreUnavailable, StoreUnavailable, OutcomeUnknown, StoreUnavailable, OutcomeUnknown]
+    assert took.seconds < DEADLINE + 0.3
     server.resume()
     assert (await insist(lambda: store.create_or_get("cc", value(), 60))).created
 
@@ -556,7 +548,7 @@ async def test_a_lost_leader_in_the_middle_of_a_race_leaves_one_winner_per_key(
 
     leader = cluster.leader()
     racers = [asyncio.create_task(race(store)) for store in stores]
-    await until(lambda: any(member.metric("etcd_debugging_mvcc_put_total") > 20 for member in cluster.followers()))
+    await until(lambda: any(member.metric("etcd(_debugging)?_mvcc_put_total") > 20 for member in cluster.followers()))
     getattr(leader, blow)()
     results = await asyncio.wait_for(asyncio.gather(*racers), 30)
     for outcomes in zip(*results, strict=True):
@@ -607,7 +599,7 @@ async def test_a_member_cut_off_from_its_cluster_ends_its_watch(cluster: EtcdClu
 
 @pytest.mark.parametrize("blow", ["kill", "pause"])
 async def test_a_dead_watch_is_noticed(server: EtcdServer, open_store: Open, blow: str) -> None:
-    store = await open_store(server.url())
+    store = await open_store(server.url(), progress_interval=INTERVAL)
     events = store.subscribe()
     assert await next_event(events) == Reset()
     await asyncio.sleep(4 * INTERVAL)  # signs of life keep a quiet watch going
@@ -660,27 +652,29 @@ async def test_an_event_is_not_lost_with_a_cancelled_wait(shared: EtcdServer, op
 
 
 async def test_a_watch_keeps_up_with_thousands_of_deletions(shared: EtcdServer, open_store: Open) -> None:
-    store = await open_store(shared.url(fresh_prefix()), deadline=5.0)
-    keys = {f"{number:04x}" for number in range(2000)}
-    claims: list[Claim] = []
+    prefix = fresh_prefix()
+    store = await open_store(shared.url(prefix), deadline=5.0)
+    keys = [f"{number:04x}" for number in range(1920)]
+    for first in range(0, len(keys), 128):
+        puts = [
+            rpc.RequestOp(request_put=rpc.PutRequest(key=f"{prefix}/{key}".encode(), value=encode_value(value())))
+            for key in keys[first : first + 128]
+        ]
+        await store._endpoints[0].txn(rpc.TxnRequest(success=puts))
 
-    async def create(part: list[str]) -> None:
+    async def close(part: list[str]) -> None:
         for key in part:
-            claims.append((await store.create_or_get(key, value(), 60)).claim)  # noqa: PERF401
+            claim = await store.get(key)
+            assert claim is not None
+            assert await store.close(claim) is CloseOutcome.CLOSED
 
-    async def close(part: list[Claim]) -> None:
-        for claim in part:
-            await store.close(claim)
-
-    ordered = sorted(keys)
-    await asyncio.gather(*(create(ordered[start::50]) for start in range(50)))
     async with contextlib.aclosing(store.subscribe()) as events:
         assert await next_event(events) == Reset()
-        closing = asyncio.gather(*(close(claims[start::50]) for start in range(50)))
+        closing = asyncio.gather(*(close(keys[start::50]) for start in range(50)))
         told = [await next_event(events) for _ in keys]
         await closing
     assert all(isinstance(event, Deleted) for event in told)
-    assert {event.key for event in told} == keys
+    assert sorted(event.key for event in told) == keys
 
 
 async def test_a_closed_or_forgotten_subscription_frees_its_watch(shared: EtcdServer, open_store: Open) -> None:
@@ -833,49 +827,58 @@ def jwt_key(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return key
 
 
-@pytest.fixture
-def guarded(binary: Path, jwt_key: Path) -> Iterator[EtcdServer]:
-    """Tokens that expire after a second, and that any change of users makes stale."""
-    token = f"--auth-token=jwt,pub-key={jwt_key}.pub,priv-key={jwt_key},sign-method=RS256,ttl=1s"
+@contextlib.contextmanager
+def guarded_server(binary: Path, jwt_key: Path, ttl: str) -> Iterator[EtcdServer]:
+    """Its tokens expire, and any change of users makes them stale."""
+    token = f"--auth-token=jwt,pub-key={jwt_key}.pub,priv-key={jwt_key},sign-method=RS256,ttl={ttl}"
     with EtcdServer(binary, token, "--bcrypt-cost=4") as server:
         enable_auth(server)
         yield server
 
 
-async def test_an_expired_token_is_renewed_once_for_all_callers(guarded: EtcdServer, open_store: Open) -> None:
-    store = await open_store(with_login(guarded))
-    claim = (await store.create_or_get("aa", value(), 60)).claim
-    await asyncio.sleep(1.2)
-    before = guarded.calls("Authenticate")
-    found = await asyncio.gather(*(store.get("aa") for _ in range(50)))
-    assert found == [claim] * 50
-    assert guarded.calls("Authenticate") - before == 1
-    await asyncio.sleep(1.2)
-    events = store.subscribe()
-    assert await next_event(events) == Reset()
-    await store.close(claim)
-    assert (await next_event(events)).key == "aa"
-    await asyncio.sleep(1.2)
-    assert (await store.create_or_get("bb", value(), 60)).created
+@pytest.fixture
+def guarded(binary: Path, jwt_key: Path) -> Iterator[EtcdServer]:
+    with guarded_server(binary, jwt_key, "10m") as server:
+        yield server
+
+
+async def test_an_expired_token_is_renewed_once_for_all_callers(binary: Path, jwt_key: Path, open_store: Open) -> None:
+    with guarded_server(binary, jwt_key, "1s") as server:
+        reader, watcher, writer = [await open_store(with_login(server)) for _ in range(3)]
+        claim = (await reader.create_or_get("aa", value(), 60)).claim
+        for store in (watcher, writer):
+            await store.check()
+        await asyncio.sleep(2.1)  # 3.5 lets a token of one second live for up to two,
+        before = server.calls("Authenticate")
+        found = await asyncio.gather(*(reader.get("aa") for _ in range(50)))
+        assert found == [claim] * 50
+        # and 3.4 for as little as none, which takes another login.
+        assert 1 <= server.calls("Authenticate") - before <= 2
+        async with contextlib.aclosing(watcher.subscribe()) as events:
+            assert await next_event(events) == Reset()
+            assert await writer.close(claim) is CloseOutcome.CLOSED
+            assert (await next_event(events)).key == "aa"
+        assert server.calls("Authenticate") - before >= 3
 
 
 async def test_a_change_of_users_makes_tokens_stale_and_the_store_goes_on(
-    binary: Path, jwt_key: Path, open_store: Open
+    guarded: EtcdServer, open_store: Open
 ) -> None:
-    token = f"--auth-token=jwt,pub-key={jwt_key}.pub,priv-key={jwt_key},sign-method=RS256,ttl=10m"
-    with EtcdServer(binary, token, "--bcrypt-cost=4") as server:
-        enable_auth(server)
-        store = await open_store(with_login(server))
-        claim = (await store.create_or_get("aa", value(), 60)).claim
-        server.ctl("user", "add", "another:pw", user="root:rootpw")
-        assert await store.get("aa") == claim
-        server.ctl("user", "add", "third:pw", user="root:rootpw")
-        assert (await store.create_or_get("bb", value(), 60)).created
-        server.ctl("user", "add", "fourth:pw", user="root:rootpw")
-        assert await store.close(claim) is CloseOutcome.CLOSED
-        server.ctl("user", "add", "fifth:pw", user="root:rootpw")
-        async with contextlib.aclosing(store.subscribe()) as events:
-            assert await next_event(events) == Reset()
+    store = await open_store(with_login(guarded))
+    claim = (await store.create_or_get("aa", value(), 60)).claim
+
+    def change(name: str) -> None:
+        guarded.ctl("user", "add", f"{name}:pw", user="root:rootpw")
+
+    change("one")
+    assert await store.get("aa") == claim
+    change("two")
+    assert (await store.create_or_get("bb", value(), 60)).created
+    change("three")
+    assert await store.close(claim) is CloseOutcome.CLOSED
+    change("four")
+    async with contextlib.aclosing(store.subscribe()) as events:
+        assert await next_event(events) == Reset()
 
 
 async def test_simple_tokens_forgotten_by_a_restart_are_renewed(binary: Path, open_store: Open) -> None:
@@ -894,7 +897,7 @@ async def test_a_refused_watch_or_login_says_so_at_once(guarded: EtcdServer, ope
         (with_login(guarded, prefix="elsewhere"), "permission denied"),
         (with_login(guarded, user="nobody"), "permission denied"),
         (with_login(guarded, password="wrong"), "authentication failed"),
-        (guarded.url(), ""),
+        (guarded.url(), "etcdserver"),
     ):
         store = await open_store(url)
         with Stopwatch() as took:
@@ -1024,10 +1027,12 @@ async def main():
     await store.aclose()
     await asyncio.gather(call, return_exceptions=True)
     del events
-    left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert not left, left
+    if patient:  # gRPC's own tasks end when its core has seen the call's end
+        async with asyncio.timeout(5):
+            while len(asyncio.all_tasks()) > 1:
+                await asyncio.sleep(0.001)
 
-for _ in range(4):
+for patient in (True, False, True, False):
     asyncio.run(main())
 """
     done = subprocess.run(

@@ -206,6 +206,9 @@ class EtcdServer:
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nobody answers."""
         os.kill(self.pid, signal.SIGSTOP)
+        # The signal reaches a busy process's threads a little later than kill returns.
+        while not all(_is_stopped(thread) for thread in Path(f"/proc/{self.pid}/task").iterdir()):
+            time.sleep(0.001)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -306,6 +309,14 @@ class EtcdCluster:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+
+
+def _is_stopped(thread: Path) -> bool:
+    """A thread that has just ended counts."""
+    try:
+        return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TXZ"
+    except OSError:
+        return True
 
 
 def _free_ports(count: int) -> list[int]:

@@ -19,11 +19,12 @@ and answers `created=True`, and `close` of a claim that is already gone answers 
 there any more, a normal event. A store raises nothing else, and every call ends within the store's deadline. Cancelling
 a call is allowed at any time and leaves either outcome; the next call works.
 
-**Events.** `subscribe` first yields `Reset` when its watch stands: whatever the caller knew before may be outdated. Then
-it yields `Deleted` for each claim that goes (closed, expired or removed by hand), in order per key. Creations are never
-reported. When continuity cannot be proven (overflow, a slow subscriber, compaction, a new connection) it yields `Reset`
-again. When the watch is not shown to be alive any more it raises `StoreUnavailable`; it never falls silent. A subscriber
-that stops iterating and closes the iterator frees what it held.
+**Events.** `subscribe` first yields `Reset` when its watch stands: whatever the caller knew before may be outdated.
+Then it yields `Deleted` for each claim that goes (closed, expired or removed by hand), in order per key; one that this
+store object has never answered to anybody may be left out. Creations are never reported. When continuity cannot be
+proven (overflow, a slow subscriber, compaction, a new connection) it yields `Reset` again. When the watch is not shown
+to be alive any more it raises `StoreUnavailable`; it never falls silent. A subscriber that stops iterating and closes
+the iterator frees what it held.
 
 **Stamps.** `stamp(key)` is a number that a store changes, where it can do so without I/O in the reader, before a
 `close` of that key returns to *any* process that it reaches. A cached claim whose stamp (taken before the claim was

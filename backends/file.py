@@ -156,7 +156,7 @@ class FileStore:
         poll: bool = False,
         mailbox_size: int = MAILBOX_SIZE,
     ) -> FileStore:
-        """Makes the folder where needed and tries to make a claim in it. A disk that is full or does not answer is not an
+        """Makes the folder where needed and tries to make a claim in it. A disk that is full or silent is not an
         error here: it may heal, and until then every call reports it.
 
         `deadline` in seconds for every call; `shared`: used by several hosts; `sync`: survive a power failure whole;
@@ -187,14 +187,17 @@ class FileStore:
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         self._shortest_ttl = min(self._shortest_ttl, ttl)
-        return await self._run(lambda step: self._disk.create_or_get(step, key, proposal, ttl))
+        found, created = await self._run(lambda step: self._disk.create_or_get(step, key, proposal, ttl))
+        return ClaimOutcome(self._answer(key, found), created)
 
     async def get(self, key: str) -> Claim | None:
-        return await self._run(lambda _: self._disk.get(key))
+        found = await self._run(lambda _: self._disk.get(key))
+        return None if found is None else self._answer(key, found)
 
     async def renew(self, claim: Claim, ttl: float) -> Claim:
         self._shortest_ttl = min(self._shortest_ttl, ttl)
-        return await self._run(lambda step: self._disk.renew(step, claim, ttl))
+        found = await self._run(lambda step: self._disk.renew(step, claim, ttl))
+        return self._answer(claim.key, found)
 
     async def close(self, claim: Claim) -> CloseOutcome:
         return await self._run(lambda step: self._disk.close(step, claim))
@@ -238,6 +241,13 @@ class FileStore:
         if self._page is not None:
             self._page.close()
             self._page = None
+
+    def _answer(self, key: str, found: _Found) -> Claim:
+        if self._watch is not None:
+            self._watch.noted(key, found.mark)
+        return Claim(
+            key=key, value=found.value, revision=found.revision, expires_at=self._disk.surely_until(found.expires_ns)
+        )
 
     # Blocking work
 
@@ -422,7 +432,8 @@ class _Watch:
     """What one process knows of the claims that stand. Its methods answer the keys that are gone.
 
     `_known` maps a key to its mark (0: not looked at yet) shifted left by one, plus the side of the walk that last saw
-    it. What is on the other side when a walk has ended was not there any more."""
+    it. What is on the other side when a walk has ended was not there any more. What our own process was answered is
+    noted as well: it must not go unreported because it came and went between two walks."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None]
@@ -454,6 +465,9 @@ class _Watch:
             if change is watchfiles.Change.added and _KEY.fullmatch(name):
                 self._known.setdefault(name, self._side)
         return gone
+
+    def noted(self, key: str, mark: int) -> None:
+        self._known[key] = mark << 1 | self._side
 
     def turn(self) -> None:
         """A walk begins. What is created from here on is on its side, whether it is listed or not."""
@@ -578,6 +592,7 @@ class _Found(NamedTuple):
     revision: int
     expires_ns: int
     """By the file system's clock."""
+    mark: int
 
     def is_same(self, claim: Claim) -> bool:
         return self.revision == claim.revision and self.value.nonce == claim.value.nonce
@@ -647,7 +662,8 @@ class _Disk:
 
     # Claims
 
-    def create_or_get(self, step: _Step[Any], key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
+    def create_or_get(self, step: _Step[Any], key: str, proposal: ClaimValue, ttl: float) -> tuple[_Found, bool]:
+        """The claim that stands, and whether it is the proposal."""
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 found = self._read(key)
@@ -655,18 +671,17 @@ class _Disk:
                 self._bury(key)
                 continue
             if found is None:
-                revision = secrets.randbits(62) + 1
-                expires_ns = self._make(step, key, proposal, revision, ttl)
-                if expires_ns is not None:
-                    return ClaimOutcome(self._claim(key, _Found(proposal, revision, expires_ns)), True)
+                made = self._make(step, key, proposal, ttl)
+                if made is not None:
+                    return made, True
                 # The name was taken meanwhile, or it is our own success reported twice (NFS): read it.
             elif found.expires_ns > self._clock.now_ns():
-                return ClaimOutcome(self._claim(key, found), found.value.nonce == proposal.nonce)
+                return found, found.value.nonce == proposal.nonce
             else:
                 self._bury(key)
         raise StoreUnavailable(f"claim {key} kept coming and going")
 
-    def get(self, key: str) -> Claim | None:
+    def get(self, key: str) -> _Found | None:
         try:
             found = self._read(key)
         except _Unreadable as unreadable:
@@ -675,9 +690,9 @@ class _Disk:
             raise _NotYet(f"claim {key} is unreadable") from None
         if found is None or found.expires_ns <= self._clock.now_ns():
             return None
-        return self._claim(key, found)
+        return found
 
-    def renew(self, step: _Step[Any], claim: Claim, ttl: float) -> Claim:
+    def renew(self, step: _Step[Any], claim: Claim, ttl: float) -> _Found:
         with self._locked(claim.key) as lock:
             found = self._judge(claim.key, lock)
             if found is None or not found.is_same(claim):
@@ -688,7 +703,7 @@ class _Disk:
                 os.utime(self._path(claim.key), ns=(expires_ns, expires_ns), follow_symlinks=False)
             except FileNotFoundError:
                 raise ClaimLost(f"claim {claim.key} was removed by hand") from None
-            return self._claim(claim.key, found._replace(expires_ns=expires_ns))
+            return found._replace(expires_ns=expires_ns)
 
     def close(self, step: _Step[Any], claim: Claim) -> CloseOutcome:
         with self._locked(claim.key) as lock:
@@ -710,7 +725,7 @@ class _Disk:
         """One claim's way through the folder, under a name that nobody takes for a claim."""
         name = f"{self.claims}/{_OWN_PREFIX}check-{secrets.token_hex(8)}"
         record = _encoder.encode(_Record(key="", revision=1, value=ClaimValue(worker="check")))
-        with self._locked("check"), self._written(record, lambda now_ns: now_ns) as (temp, _):
+        with self._locked("check"), self._written(record) as (temp, _):
             step.commit()
             try:
                 os.link(temp, name)
@@ -724,6 +739,10 @@ class _Disk:
                 os.unlink(name)
 
     # Upkeep
+
+    def surely_until(self, expires_ns: int) -> float:
+        """By the monotonic clock."""
+        return self._clock.monotonic_s(expires_ns) - _EXPIRY_MARGIN_S
 
     def prepare(self) -> None:
         """Makes what is missing of the layout. The root of a shared folder is never made, see above."""
@@ -761,9 +780,7 @@ class _Disk:
             return []
 
     def tend(self, names: list[str]) -> list[tuple[str, int]]:
-        """Removes what has expired. Answers what stands, each key with a mark that differs between its claims.
-
-        The mark is made of the inode and of the digits of the mtime that renewals leave alone."""
+        """Removes what has expired. Answers what stands: keys with their marks."""
         standing = []
         for name in names:
             path = f"{self.claims}/{name}"
@@ -773,7 +790,7 @@ class _Disk:
                 continue
             if _KEY.fullmatch(name):
                 if status.st_mtime_ns > self._clock.now_ns():
-                    standing.append((name, status.st_ino * _MARK_NS + status.st_mtime_ns % _MARK_NS))
+                    standing.append((name, _mark(status)))
                     continue
                 # What is locked, or a folder, or somebody else's, is left for the next walk.
                 with contextlib.suppress(_NotYet, OSError):
@@ -820,12 +837,8 @@ class _Disk:
             raise ValueError(f"{key!r} is not a claim key: 40 to 64 lower-case hex digits")
         return f"{self.claims}/{key}"
 
-    def _claim(self, key: str, found: _Found) -> Claim:
-        expires_at = self._clock.monotonic_s(found.expires_ns) - _EXPIRY_MARGIN_S
-        return Claim(key=key, value=found.value, revision=found.revision, expires_at=expires_at)
-
     def _expiry(self, revision: int, ttl: float) -> int:
-        """LIFETIME x ttl from now, less up to 2 ms so that its last six digits can be the revision's (see `tend`)."""
+        """LIFETIME x ttl from now, less up to 2 ms so that its last six digits can be the revision's (see `_mark`)."""
         at_ns = self._clock.now_ns() + int(LIFETIME * ttl * 1e9) - _MARK_NS
         return at_ns - at_ns % _MARK_NS + revision % _MARK_NS
 
@@ -858,12 +871,13 @@ class _Disk:
             raise _Unreadable(status.st_ctime_ns) from None
         if record.key != key or not stat.S_ISREG(status.st_mode):
             raise _Unreadable(status.st_ctime_ns)
-        return _Found(record.value, record.revision, status.st_mtime_ns)
+        return _Found(record.value, record.revision, status.st_mtime_ns, _mark(status))
 
-    def _make(self, step: _Step[Any], key: str, value: ClaimValue, revision: int, ttl: float) -> int | None:
-        """Answers the claim's expiry, or None when the name was taken."""
+    def _make(self, step: _Step[Any], key: str, value: ClaimValue, ttl: float) -> _Found | None:
+        """None when the name was taken."""
+        revision = secrets.randbits(62) + 1
         record = _encoder.encode(_Record(key=key, revision=revision, value=value))
-        with self._written(record, lambda _: self._expiry(revision, ttl)) as (temp, expires_ns):
+        with self._written(record, lambda: self._expiry(revision, ttl)) as (temp, status):
             step.commit()
             try:
                 os.link(temp, self._path(key))
@@ -872,11 +886,13 @@ class _Disk:
             except FileNotFoundError:
                 self._heal()  # the root went away under us
                 return None
-            return expires_ns
+            return _Found(value, revision, status.st_mtime_ns, _mark(status))
 
     @contextlib.contextmanager
-    def _written(self, content: bytes, mtime_ns: Callable[[int], int]) -> Iterator[tuple[str, int]]:
-        """A complete temporary file, until the end of the context. `mtime_ns` is asked once the time is known."""
+    def _written(
+        self, content: bytes, expires_ns: Callable[[], int] | None = None, *, sync: bool = True
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """A complete temporary file, until the end of the context. `expires_ns` is asked once the time is known."""
         temp = f"{self._temps}/{secrets.token_hex(12)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
@@ -890,13 +906,15 @@ class _Disk:
                 written = 0
                 while written < len(content):
                     written += os.write(fd, content[written:])
-                at_ns = mtime_ns(self._clock.now_ns())
-                os.utime(fd, ns=(at_ns, at_ns))
-                if self._sync:
+                if expires_ns is not None:
+                    at_ns = expires_ns()
+                    os.utime(fd, ns=(at_ns, at_ns))
+                if sync and self._sync:
                     os.fsync(fd)
+                status = os.fstat(fd)
             finally:
                 os.close(fd)
-            yield temp, at_ns
+            yield temp, status
         finally:
             with contextlib.suppress(OSError):  # what stays is removed when it is stale
                 os.unlink(temp)
@@ -1000,9 +1018,15 @@ class _Disk:
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self._stamps).st_size != _StampPage.SIZE:
                     os.unlink(self._stamps)
-            with self._written(content, lambda now_ns: now_ns) as (temp, _), contextlib.suppress(FileExistsError):
+            with self._written(content, sync=False) as (temp, _), contextlib.suppress(FileExistsError):
                 os.link(temp, self._stamps)
             return os.open(self._stamps, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _mark(status: os.stat_result) -> int:
+    """Differs between the claims of a key and is the same for one claim, renewed or not. Found without reading the
+    file: the inode (which may be used again) and those digits of the expiry that are the revision's (see `_expiry`)."""
+    return status.st_ino * _MARK_NS + status.st_mtime_ns % _MARK_NS
 
 
 def _is_at(path: str, fd: int) -> bool:

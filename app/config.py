@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+import ssl
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -202,8 +203,14 @@ class Settings(BaseSettings):
     @field_validator("worker_ca")
     @classmethod
     def _check_ca(cls, value: Path | None) -> Path | None:
-        if value is not None and not value.is_file():
-            raise ValueError("no such file; name a PEM file with CA certificates")
+        remedy = "name a PEM file with CA certificates"
+        if value is not None:
+            try:
+                ssl.create_default_context(cafile=value)
+            except ssl.SSLError:
+                raise ValueError(f"the file has no certificates in it; {remedy}") from None
+            except OSError as error:
+                raise ValueError(f"the file cannot be read ({error.strerror}); {remedy}") from None
         return value
 
     @model_validator(mode="after")

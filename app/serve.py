@@ -29,8 +29,6 @@ from app.server import client_protocol
 
 log = logging.getLogger("coatcheck")
 
-STARTUP_FAILURE = 3
-"""uvicorn's exit code when the application could not start; another process would not do better."""
 _BACKLOG = 4096
 _STOP_MARGIN = 5.0
 """Seconds that a process gets beyond its drain limits before it is killed."""
@@ -152,7 +150,9 @@ class Server(uvicorn.Server):
             self._exit_at = time.monotonic() + self._drain_delay
             self.should_exit = not self._drain_delay
         elif self._forceful:
-            self.should_exit = self.force_exit = True
+            # Not by uvicorn's `force_exit`, which still waits here and there and tells of the tasks that it leaves.
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
         if self._exit_at is not None and time.monotonic() >= self._exit_at:
@@ -184,8 +184,10 @@ class _Supervisor:
                     if self._signals:
                         break
                     lived = time.monotonic() - self._running.pop(child)
-                    if child.returncode == STARTUP_FAILURE:
-                        log.error("process %d could not start; all are stopped", child.pid)
+                    children.stop([child], grace=0)
+                    if child.returncode > 0:
+                        # It gave up by itself, as they do when they cannot start. The next one would do the same.
+                        log.error("process %d ended with exit code %d; all are stopped", child.pid, child.returncode)
                         return 1
                     log.error(
                         "process %d %s; another one takes its place", child.pid, children.spoken_end(child.returncode)

@@ -34,8 +34,8 @@ from mocker.settings import MockSettings
 HOST = "127.0.0.1"
 _READY_LIMIT = 30.0
 _DRAIN_SECONDS = 1
-_STOP_GRACE = 2.0
-"""Seconds for the replicas to end, and again for the workers, before what is left is killed."""
+_STOP_GRACE = 3.5
+"""Seconds for all to end before what is left is killed."""
 
 
 class UpError(Exception):
@@ -188,9 +188,7 @@ class _Fleet:
                 raise UpError(f"{member.what} {children.spoken_end(code)}")
 
     def stop(self) -> None:
-        """The replicas first, so that turns that still run can end."""
-        for members in (self._replicas, self._workers):
-            children.stop([member.process for member in members], grace=_STOP_GRACE)
+        children.stop([member.process for member in (*self._replicas, *self._workers)], grace=_STOP_GRACE)
 
 
 def _introduce(console: Console, fleet: _Fleet) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import certifi
 import pytest
 from pydantic import SecretStr
 
@@ -40,7 +41,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "idle_timeout": ("9", 9.0),
     "turn_timeout": ("100", 100.0),
     "worker_keepalive": ("0", 0.0),
-    "worker_ca": (__file__, Path(__file__)),
+    "worker_ca": (certifi.where(), Path(certifi.where())),
     "worker_tls_verify": ("false", False),
     "max_body_bytes": ("4096", 4096),
     "keepalive_timeout": ("5", 5),
@@ -75,6 +76,7 @@ BAD = [
     ("turn_timeout", "soon", "0 or more"),
     ("worker_keepalive", "3601", "from 0 to 3600"),
     ("worker_ca", "/no/such/file", "PEM file"),
+    ("worker_ca", __file__, "no certificates in it; name a PEM file"),
     ("worker_tls_verify", "perhaps", "true or false"),
     ("max_body_bytes", "1", "1024 or more"),
     ("keepalive_timeout", "0", "from 1 to 3600"),
@@ -214,7 +216,7 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
         ({"processes": "2", "claims": "memory://"}, ("processes", "claims")),
         ({"store_deadline": "5", "session_ttl": "5"}, ("store_deadline", "session_ttl")),
         ({"turn_timeout": "5", "connect_timeout": "5"}, ("turn_timeout", "connect_timeout")),
-        ({"worker_ca": __file__, "worker_tls_verify": False}, ("worker_ca", "worker_tls_verify")),
+        ({"worker_ca": certifi.where(), "worker_tls_verify": False}, ("worker_ca", "worker_tls_verify")),
     ],
 )
 def test_settings_that_do_not_fit_together_are_both_named(flags: dict[str, Any], names: tuple[str, ...]) -> None:

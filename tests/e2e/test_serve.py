@@ -1,0 +1,188 @@
+"""`coatcheck serve` as a process: its signals, its draining, and several processes on one port."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from app import children
+from app.config import Settings
+from app.serve import serve as serve_here
+
+ROOT = Path(__file__).parents[2]
+
+
+class Router:
+    """A running `coatcheck serve` with one worker that takes connections and never answers."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._worker = socket.create_server(("127.0.0.1", 0))
+        worker = f"http://127.0.0.1:{self._worker.getsockname()[1]}"
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "app", "serve", "--port", "0", "--worker", worker, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stderr is not None
+        self.announcement = self.process.stderr.readline()
+        found = re.search(r"http://\S+:\d+", self.announcement)
+        assert found, self.announcement
+        self.url = found[0]
+        self.client = httpx.Client(trust_env=False, timeout=10)
+
+    def status(self, path: str) -> int:
+        """0 when it cannot be reached."""
+        try:
+            return self.client.get(self.url + path).status_code
+        except httpx.TransportError:
+            return 0
+
+    @contextlib.contextmanager
+    def running_turn(self) -> Iterator[list[str]]:
+        """A turn that waits for the worker; leaves in the list how it ended for the client."""
+        ends: list[str] = []
+
+        def take_turn() -> None:
+            try:
+                answer = httpx.post(f"{self.url}/v1/chat/completions", json={"model": "m"}, trust_env=False, timeout=30)
+                ends.append(str(answer.status_code))
+            except httpx.TransportError as error:
+                ends.append(type(error).__name__)
+
+        turn = threading.Thread(target=take_turn)
+        turn.start()
+        try:
+            assert holds(lambda: "coatcheck_turns_running 1.0" in self.client.get(f"{self.url}/metrics").text)
+            yield ends
+        finally:
+            turn.join(30)
+
+    def end(self, within: float) -> str:
+        """Wait for the end; answers what it said on stderr since the announcement."""
+        self.process.wait(within)
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.client.close()
+        self._worker.close()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Router]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str) -> Router:
+            router = Router(*arguments)
+            stack.callback(router.close)
+            return router
+
+        yield start
+
+
+def holds(condition: Callable[[], bool], within: float = 20.0) -> bool:
+    give_up = time.monotonic() + within
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def test_ready_fails_first_then_turns_get_their_time_and_are_cut_without_noise(serve: Callable[..., Router]) -> None:
+    router = serve("--claims", "memory://", "--drain-delay", "1", "--drain-timeout", "1")
+    assert "1 worker, claims in memory://, replica " in router.announcement
+    assert router.status("/ready") == 200
+    with router.running_turn() as ends:
+        router.process.send_signal(signal.SIGINT)
+        assert holds(lambda: router.status("/ready") == 503)
+        assert router.status("/health") == 200
+        said = router.end(within=10)
+    assert router.process.returncode == 0
+    assert "Traceback" not in said
+    assert ends != ["200"]
+
+
+def test_a_second_signal_ends_it_at_once(serve: Callable[..., Router]) -> None:
+    router = serve("--claims", "memory://", "--drain-timeout", "60")
+    with router.running_turn():
+        router.process.send_signal(signal.SIGTERM)
+        assert holds(lambda: router.status("/health") == 0)
+        assert router.process.poll() is None
+        router.process.send_signal(signal.SIGTERM)
+        assert "Traceback" not in router.end(within=5)
+    assert router.process.returncode == -signal.SIGTERM
+
+
+def test_several_processes_share_a_port_and_a_dead_one_is_replaced(
+    serve: Callable[..., Router], tmp_path: Path
+) -> None:
+    router = serve("--claims", tmp_path.as_uri(), "--processes", "2", "--replica", "east")
+    assert "replica east-1 to -2" in router.announcement
+    pid = router.process.pid
+
+    def pids() -> set[int]:
+        return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+    first = pids()
+    assert len(first) == 2
+    assert router.status("/ready") == 200
+    victim = first.pop()
+    os.kill(victim, signal.SIGKILL)
+    assert holds(lambda: len(pids() - {victim}) == 2)
+    assert router.status("/ready") == 200
+
+    last = pids()
+    router.process.send_signal(signal.SIGTERM)
+    said = router.end(within=10)
+    assert router.process.returncode == 0
+    assert f"process {victim} was killed by SIGKILL" in said
+    assert not any(map(alive, last))
+
+
+def test_the_processes_do_not_outlive_a_killed_parent(serve: Callable[..., Router], tmp_path: Path) -> None:
+    router = serve("--claims", tmp_path.as_uri(), "--processes", "2")
+    assert router.status("/health") == 200
+    pid = router.process.pid
+    pids = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    router.process.kill()
+    assert holds(lambda: not any(map(alive, pids)))
+
+
+def test_processes_that_cannot_start_end_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(children, "start", start)
+    try:
+        assert serve_here(Settings(host="127.0.0.1", port=0, processes=2, claims="file:///unused")) == 1
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

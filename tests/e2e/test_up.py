@@ -1,0 +1,205 @@
+"""`coatcheck up` as its user sees it: real processes, real ports, the printed commands run as they are printed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+QUESTION = {"model": "mock-model", "messages": [{"role": "user", "content": "Where is my coat?"}]}
+
+
+class Up:
+    """A running `coatcheck up`; `text` is what it printed until it was up."""
+
+    def __init__(self, state: Path, *arguments: str) -> None:
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "app", "up", "--state", str(state), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=state,
+        )
+        self.text = ""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.text += line
+            if line.strip() == "END":  # the last command's end
+                break
+        self.replicas = re.findall(r"replica +(http://\S+)", self.text)
+        self.workers = re.findall(r"worker +(http://\S+)", self.text)
+        self.children = _children(self.process.pid)
+
+    def stop(self, number: signal.Signals = signal.SIGINT) -> float:
+        """Send a signal; answers the seconds until the end."""
+        began = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(20)
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.stop(signal.SIGTERM)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def up(state: Path, *arguments: str) -> Iterator[Up]:
+    running = Up(state, *arguments)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    """One for the tests that leave it running."""
+    first, worker = free_port(), free_port()
+    with up(tmp_path_factory.mktemp("up"), "--port", str(first), "--worker-port", str(worker), "--ttft-ms", "1") as it:
+        yield it
+        assert it.stop(signal.SIGTERM) < 5
+        assert it.process.returncode == 0
+        assert not any(map(alive, it.children))
+
+
+def free_port() -> int:
+    """The first of a few that are free now; `up` goes on to others if they no longer are."""
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        return int(holder.getsockname()[1])
+
+
+def ask(url: str, session: str, **headers: str) -> httpx.Response:
+    answer = httpx.post(
+        f"{url}/v1/chat/completions",
+        json=QUESTION,
+        headers={"X-Dynamo-Session-ID": session, **headers},
+        trust_env=False,
+        timeout=20,
+    )
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def cached_tokens(answer: httpx.Response) -> int:
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_session_has_one_worker_at_both_replicas_until_its_final_turn(shared: Up) -> None:
+    first, second = shared.replicas
+    answers = [ask(first, "s1"), ask(second, "s1"), ask(first, "s1")]
+    assert [answer.headers["X-Coatcheck-Affinity"] for answer in answers] == ["created", "stored", "cached"]
+    assert len({answer.headers["X-Coatcheck-Worker"] for answer in answers}) == 1
+    assert cached_tokens(answers[0]) == 0
+    assert cached_tokens(answers[1]) > 0
+
+    final = ask(second, "s1", **{"X-Dynamo-Session-Final": "true"})
+    assert final.headers["X-Coatcheck-Worker"] == answers[0].headers["X-Coatcheck-Worker"]
+    assert ask(first, "s1").headers["X-Coatcheck-Affinity"] == "created"
+
+
+def test_sessions_spread_over_the_workers(shared: Up) -> None:
+    assert len({ask(shared.replicas[0], f"spread-{i}").headers["X-Coatcheck-Worker"] for i in range(4)}) == 2
+
+
+def test_the_printed_commands_work_as_they_are_printed(shared: Up) -> None:
+    curls = re.findall(r"^curl .*$", shared.text, re.MULTILINE)
+    assert len(curls) == 3
+    said = [bash(command) for command in curls]
+    assert '"object":"chat.completion"' in said[0]
+    workers = [re.findall(r"^x-coatcheck-worker: (\S+)", text, re.MULTILINE | re.IGNORECASE) for text in said[1:]]
+    assert workers[0] == workers[1] != []
+    assert re.search(r'"cached_tokens":[1-9]', said[2])
+
+    snippet = re.search(r"^\S*python\S* - <<'END'\n.*^END$", shared.text, re.MULTILINE | re.DOTALL)
+    assert snippet
+    assert "usage" in bash(snippet[0]).lower()
+
+
+def bash(script: str) -> str:
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=without_proxies())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def without_proxies() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+
+
+def test_output_that_is_not_for_a_terminal_is_plain(shared: Up) -> None:
+    assert "\x1b" not in shared.text
+
+
+def test_ctrl_c_stops_everything_within_5_s_even_while_turns_run(tmp_path: Path) -> None:
+    with up(tmp_path, "--port", str(free_port()), "--worker-port", str(free_port()), "--itl-ms", "5000") as it:
+        assert len(it.children) == 4
+        body = {**QUESTION, "stream": True}
+        with (
+            httpx.Client(trust_env=False) as client,
+            client.stream("POST", f"{it.replicas[0]}/v1/chat/completions", json=body) as stream,
+        ):
+            next(stream.iter_lines())
+            assert it.stop(signal.SIGINT) < 5
+        assert it.process.returncode == 0
+        assert not any(map(alive, it.children))
+
+
+def test_nothing_outlives_up_when_it_is_killed_and_taken_ports_are_replaced(tmp_path: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
+        it = stack.enter_context(up(tmp_path, "--port", str(taken[0]), "--worker-port", str(taken[1])))
+        for port in taken:
+            assert f"Port {port} is taken" in it.text
+            assert f":{port}" not in "".join([*it.replicas, *it.workers])
+        ask(it.replicas[1], "s1")
+
+        it.process.kill()
+        it.process.wait()
+        assert gone(it.children, within=10)
+
+
+def test_one_that_dies_stops_all_with_1(tmp_path: Path) -> None:
+    with up(tmp_path, "--port", str(free_port()), "--worker-port", str(free_port())) as it:
+        os.kill(it.children[0], signal.SIGKILL)
+        assert it.process.stdout is not None
+        said = it.process.stdout.read()
+        assert it.process.wait(10) == 1
+        assert "was killed by SIGKILL" in said
+        assert gone(it.children, within=1)
+
+
+def gone(pids: list[int], *, within: float) -> bool:
+    give_up = time.monotonic() + within
+    while any(map(alive, pids)):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def alive(pid: int) -> bool:
+    """Running, and not merely waiting to be reaped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def _children(pid: int) -> list[int]:
+    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in found]

@@ -5,7 +5,7 @@ Names are lower-case, as ASGI has them. A request's headers are gone through onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 Header = tuple[bytes, bytes]
 Noted = dict[bytes, list[bytes]]
@@ -30,10 +30,13 @@ HOP_BY_HOP = frozenset(
 # and the request's id.
 _NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
 
+# A worker may repeat the id that it was sent; ours goes to the client once.
+_NOT_TO_CLIENT = HOP_BY_HOP | {b"x-request-id"}
+
 _BODILESS = (204, 304)
 
 
-def sort_request(headers: Iterable[Header], wanted: frozenset[bytes]) -> tuple[bytes, Noted]:
+def sort_request(headers: Sequence[Header], wanted: frozenset[bytes]) -> tuple[bytes, Noted]:
     """The header lines that go on to the worker, and the values of the `wanted` ones (which go on as well)."""
     lines: list[bytes] = []
     noted: Noted = {}
@@ -42,8 +45,9 @@ def sort_request(headers: Iterable[Header], wanted: frozenset[bytes]) -> tuple[b
             noted.setdefault(name, []).append(value)
         if name not in _NOT_TO_WORKER:
             lines += (name, b": ", value, b"\r\n")
-        elif name == b"connection" and (named := connection_named(value)):
-            return sort_request([pair for pair in headers if pair[0] not in named | {b"connection"}], wanted)
+        elif name == b"connection" and connection_named(value):
+            drop = {b"connection"}.union(*(connection_named(line) for key, line in headers if key == b"connection"))
+            return sort_request([pair for pair in headers if pair[0] not in drop], wanted)
     return b"".join(lines), noted
 
 
@@ -54,7 +58,7 @@ def connection_named(value: bytes) -> set[bytes]:
 
 def response_headers(headers: list[Header], status: int) -> list[Header]:
     """A worker's response headers without what belongs to its connection; a new list that the caller may extend."""
-    drop: frozenset[bytes] | set[bytes] = HOP_BY_HOP
+    drop: frozenset[bytes] | set[bytes] = _NOT_TO_CLIENT
     for name, value in headers:
         if name == b"connection":
             drop = drop | connection_named(value)

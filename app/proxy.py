@@ -164,8 +164,9 @@ class Turn:
     async def run(self) -> None:
         try:
             identity = await self._read()
-            self._client = _Driven(self._received)
+            self._client = _Driven(self._received, self._receive_failed)
             self._client.start(self._receive())
+            self._check_client()
             await self._bind(identity)
             await self._attempt()
             await self._relay()
@@ -291,7 +292,7 @@ class Turn:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         connection.relay(self)
         await self._done
-        if self._held is not None:
+        while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
             await self._close_session()
             self._done = self.loop.create_future()
             held, self._held = self._held, None
@@ -336,16 +337,15 @@ class Turn:
 
     def _account(self) -> None:
         """Give everything back, whatever happened."""
-        if self._client is not None:
-            self._client.close()
-        if self._stalled is not None:
-            self._stalled.close()
-        if self._connection is not None:
-            self._connection.release()
         if self._slot is not None:
             self._slot.in_flight -= 1
         if self._entry is not None:
             self._proxy.affinity.release(self._entry)
+        if self._connection is not None:
+            self._connection.release()
+        for driven in (self._client, self._stalled):  # last: they run the server's code
+            if driven is not None:
+                driven.close()
         if self._gone:
             self._outcome = "aborted"
         self._proxy.metrics.turn(self._fields.model, self._outcome)
@@ -436,11 +436,15 @@ class Turn:
         self._pending = task = self.loop.create_task(work)
         try:
             await asyncio.wait({task})
-        finally:
-            self._pending = None
-            if not task.done():  # we are being cancelled ourselves
+        except asyncio.CancelledError:  # we are being cancelled ourselves
+            if task.done():
+                _undo(task, undo)
+            else:
                 task.cancel()
                 task.add_done_callback(lambda late: _undo(late, undo))
+            raise
+        finally:
+            self._pending = None
         if self._gone:
             _undo(task, undo)
             raise ClientDisconnected
@@ -458,6 +462,10 @@ class Turn:
             self._connection.fail(ConnectionBroken("the client left"))
         if self._done is not None and not self._done.done() and self._held is None:
             self._done.set_result(None)
+
+    def _receive_failed(self, fault: Exception) -> None:
+        log.error("turn %s cannot listen to its client", self._request_id.decode("latin-1"), exc_info=fault)
+        self._received(None)
 
     def _check_client(self) -> None:
         if self._gone:
@@ -526,10 +534,13 @@ class Turn:
             if end:
                 self._finish()
             return
+        except Exception as fault:
+            self._send_failed(fault)
+            return
         assert self._connection is not None
         self._connection.pause()
         self._backlog_end = end
-        self._stalled = _Driven(self._unstall)
+        self._stalled = _Driven(self._unstall, self._send_failed)
         self._stalled.adopt(sending, waits_for)
 
     def _unstall(self, _: Any) -> None:
@@ -548,6 +559,11 @@ class Turn:
             connection.last_read = self.loop.time()  # the wait was not the worker's
             connection.resume()
 
+    def _send_failed(self, fault: Exception) -> None:
+        """The server's fault, or ours. Raised where the turn waits; in a connection's callback nobody would hear it."""
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(fault)
+
     def _new_backlog(self) -> list[bytes]:
         self._backlog = []
         return self._backlog
@@ -564,12 +580,13 @@ class Turn:
 
 class _Driven:
     """A coroutine run step by step on the loop, without a task of its own; `returned` gets what it returns, or None
-    when it was cancelled. It must be one that only awaits futures, as ASGI servers' `send` and `receive` are."""
+    when it was cancelled, `failed` what it raises. It must be one that only awaits futures, as ASGI servers' `send` and
+    `receive` are."""
 
-    __slots__ = ("_coroutine", "_returned", "_waits_for")
+    __slots__ = ("_coroutine", "_failed", "_returned", "_waits_for")
 
-    def __init__(self, returned: Callable[[Any], None]) -> None:
-        self._returned = returned
+    def __init__(self, returned: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
+        self._returned, self._failed = returned, failed
         self._coroutine: Coroutine[Any, Any, Any] | None = None
         self._waits_for: Any = None
 
@@ -609,6 +626,9 @@ class _Driven:
         except asyncio.CancelledError:
             self._coroutine = None
             self._returned(None)
+        except Exception as fault:
+            self._coroutine = None
+            self._failed(fault)
         else:
             self._wait(waits_for)
 
@@ -618,7 +638,7 @@ def _routing_fields(body: bytes, noted: Noted) -> _Fields:
     business."""
     try:
         return _decode_fields(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         kind = noted.get(b"content-type", (b"",))[0]
         if b"json" not in kind.lower() or b"content-encoding" in noted:
             return _NO_FIELDS

@@ -306,7 +306,7 @@ class WorkerConnection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # later ones are trailers, which end here
             name = name.lower()
-            if name == b"content-length" or name == b"transfer-encoding":
+            if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
                 self._framed = True
             self.headers.append((name, value))
 
@@ -332,6 +332,8 @@ class WorkerConnection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         if not self._complete:
             self._pieces.append(body)
+        else:
+            self._keep_alive = False  # the body of an answer to HEAD: nobody knows where it ends
 
     def on_message_complete(self) -> None:
         if self._interim:

@@ -1,0 +1,132 @@
+"""The stores under test. Each test that asks for `make_store` runs once per row of `KINDS`."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from backends import ClaimStore, open_store
+from backends.file import FileStore
+from backends.memory import MemoryStore
+from tests.support.etcd import ETCD_BINARIES, EtcdServer
+
+
+@dataclass(frozen=True)
+class Kind:
+    name: str
+    ttl: float = 0.4
+    """The shortest TTL in seconds that the store keeps to."""
+    late: float = 0.6
+    """By how many seconds an expiry may be late, and be told late, on a busy machine."""
+    stamps: bool = True
+    etcd: Path | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+KINDS = [
+    Kind("memory"),
+    Kind("file"),
+    Kind("file-listing", late=2.0),
+    Kind("file-many-hosts", late=2.0, stamps=False),
+    *(Kind(name, ttl=1.6, late=4.0, stamps=False, etcd=binary) for name, binary in sorted(ETCD_BINARIES.items())),
+]
+
+
+across_processes = pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind.name != "memory"], ids=str, indirect=True
+)
+
+
+class MakeStore:
+    """`await make_store()` answers one more instance over the same claims (of a memory store: the same object)."""
+
+    def __init__(self, kind: Kind, url: str) -> None:
+        self.kind = kind
+        self.url = url
+        """For other processes; empty where none can reach the claims."""
+        self._opened: list[ClaimStore] = []
+
+    async def __call__(self) -> ClaimStore:
+        if self.kind.name == "memory":
+            store: ClaimStore = self._opened[0] if self._opened else MemoryStore()
+        elif self.kind.name == "file-listing":
+            store = await FileStore.open(
+                Path(self.url.removeprefix("file://").removesuffix("?sync=no")), sync=False, poll=True
+            )
+        else:
+            store = await open_store(self.url)
+        self._opened.append(store)
+        return store
+
+    async def many(self, count: int) -> list[ClaimStore]:
+        return [await self() for _ in range(count)]
+
+    async def aclose(self) -> None:
+        for store in self._opened:
+            await store.aclose()
+
+
+@pytest.fixture(scope="session")
+def etcd_servers() -> Iterator[Callable[[Path], EtcdServer]]:
+    servers: dict[Path, EtcdServer] = {}
+    with contextlib.ExitStack() as stack:
+
+        def serve(binary: Path) -> EtcdServer:
+            if binary not in servers:
+                servers[binary] = stack.enter_context(EtcdServer(binary))
+            return servers[binary]
+
+        yield serve
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """A folder in memory where the machine has one: the tests need no disk, and CI's is slow to sync."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="coatcheck-", dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(params=KINDS, ids=str)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    kind: Kind = request.param
+    return kind
+
+
+@pytest.fixture
+async def make_store(
+    kind: Kind, tmp_path: Path, quick_path: Path, etcd_servers: Callable[[Path], EtcdServer]
+) -> AsyncIterator[MakeStore]:
+    if kind.etcd is not None:
+        url = etcd_servers(kind.etcd).url(f"conformance/{secrets.token_hex(6)}")
+    elif kind.name == "memory":
+        url = ""
+    elif kind.name == "file-many-hosts":
+        url = f"file://{quick_path}?hosts=many"
+    elif kind.name == "file-listing":
+        # On the disk: there, a new file often gets the inode of the one just removed.
+        url = f"file://{tmp_path}/claims?sync=no"
+    else:
+        url = f"file://{quick_path}/claims"
+    make_store = MakeStore(kind, url)
+    yield make_store
+    await make_store.aclose()
+
+
+@pytest.fixture
+async def store(make_store: MakeStore) -> ClaimStore:
+    return await make_store()
+
+
+@pytest.fixture
+async def other(make_store: MakeStore, store: ClaimStore) -> ClaimStore:
+    """A second instance over the same claims."""
+    return await make_store()

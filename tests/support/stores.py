@@ -1,0 +1,100 @@
+"""What the tests of claim stores share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from backends import Claim, ClaimStore, ClaimValue, Deleted, Event, Reset
+
+
+def a_key() -> str:
+    return secrets.token_hex(20)
+
+
+def a_value(worker: str = "w-1") -> ClaimValue:
+    return ClaimValue(worker=worker)
+
+
+async def make(store: ClaimStore, key: str, ttl: float = 600.0, worker: str = "w-1") -> Claim:
+    """A claim that stands because we made it."""
+    outcome = await store.create_or_get(key, a_value(worker), ttl)
+    assert outcome.created
+    return outcome.claim
+
+
+async def eventually(condition: Callable[[], bool], within: float = 5.0) -> None:
+    """Waits for what another thread, process or the kernel does."""
+    give_up_at = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < give_up_at, f"not within {within} s"
+        await asyncio.sleep(0.005)
+
+
+async def until_gone(store: ClaimStore, key: str, within: float) -> float:
+    """The moment (monotonic) at which a claim was first seen to stand no more."""
+    give_up_at = time.monotonic() + within
+    while await store.get(key) is not None:
+        assert time.monotonic() < give_up_at, f"the claim still stands after {within} s"
+        await asyncio.sleep(0.02)
+    return time.monotonic()
+
+
+class Subscriber:
+    """Iterates a subscription in a task of its own. Entered when the first Reset has come."""
+
+    def __init__(self, store: ClaimStore) -> None:
+        self.events: list[Event] = []
+        self._store = store
+        self._news = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.create_task(self._listen())
+        await self.until(lambda: bool(self.events), 10.0)
+        assert self.events == [Reset()]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+
+    async def _listen(self) -> None:
+        try:
+            async for event in self._store.subscribe():
+                self.events.append(event)
+                self._news.set()
+        finally:
+            self._news.set()
+
+    @property
+    def deleted(self) -> list[str]:
+        return [event.key for event in self.events if isinstance(event, Deleted)]
+
+    @property
+    def resets(self) -> int:
+        return sum(isinstance(event, Reset) for event in self.events)
+
+    async def hears(self, *keys: str, within: float = 10.0) -> None:
+        await self.until(lambda: set(keys) <= set(self.deleted), within)
+
+    async def until(self, condition: Callable[[], bool], within: float = 10.0) -> None:
+        give_up_at = time.monotonic() + within
+        while not condition():
+            if self.task.done():
+                await self.task
+                raise AssertionError("the subscription ended")
+            self._news.clear()
+            try:
+                async with asyncio.timeout(give_up_at - time.monotonic()):
+                    await self._news.wait()
+            except TimeoutError:
+                raise AssertionError(f"not within {within} s; heard {self.events}") from None

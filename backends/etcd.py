@@ -33,7 +33,6 @@ import math
 import secrets
 import ssl
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,13 +60,12 @@ from backends.base import (
     decode_value,
     encode_value,
 )
+from backends.fanout import MAILBOX_SIZE, Mailbox
 
 DEADLINE_S = 2.0
 PROGRESS_INTERVAL_S = 2.0
 """How often a watch is asked for a sign of life; it raises after `SILENT_INTERVALS` of silence."""
 SILENT_INTERVALS = 2.5
-MAX_PENDING_EVENTS = 10_000
-"""A subscriber further behind than this gets one Reset instead."""
 MAX_KNOWN_LEASES = 10_000
 CHECK_TTL_S = 60.0
 AGAIN_PAUSE_S = 0.05
@@ -358,7 +356,7 @@ class EtcdStore:
         self._shared: dict[object, asyncio.Task[Any]] = {}
         """Work that several callers wait for: the login, the grant for a TTL, the look-up of a lease."""
         self._timers: set[asyncio.TimerHandle] = set()
-        self._subscriptions: set[_Feed] = set()
+        self._watches: set[asyncio.Task[None]] = set()
         self._closed = False
         self._away = False
         self._full = False
@@ -452,7 +450,7 @@ class EtcdStore:
 
     def subscribe(self) -> AsyncIterator[Event]:
         """The iterator has an `aclose`; unclosed, it is freed with the object or the store."""
-        return _Subscription(_Feed(self))
+        return _Subscription(self)
 
     def stamp(self, key: str) -> int:
         return 0
@@ -482,7 +480,7 @@ class EtcdStore:
         for timer in self._timers:
             timer.cancel()
         self._timers.clear()
-        tasks = [*self._shared.values(), *[task for feed in self._subscriptions if (task := feed.end())]]
+        tasks = [*self._shared.values(), *self._watches]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -696,6 +694,8 @@ class EtcdStore:
         return _failure(write, doubt, text)
 
     def _refused(self, fault: _Fault, write: bool, doubt: Exception | None, text: str) -> Exception:
+        if write and doubt is not None and fault is not _Fault.NO_LEASE:
+            return OutcomeUnknown(f"etcd: {doubt}; then {text}")
         if fault is _Fault.FULL:
             if not self._full:
                 self._full = True
@@ -703,8 +703,6 @@ class EtcdStore:
             return _Full(f"etcd is full: {text}")
         if fault is _Fault.NO_LEASE:
             return _NoLease(text)
-        if write and doubt is not None:
-            return OutcomeUnknown(f"etcd: {doubt}; then {text}")
         return _Refused(f"etcd refuses: {text}")
 
     def _has_space(self) -> None:
@@ -764,70 +762,58 @@ class _WatchRefused(Exception):
     pass
 
 
-class _Feed:
-    """One watch and the events it has brought. Only the iterator's owner is told; a task of the feed's own reads."""
+class _Subscription:
+    """What `subscribe` hands out. Its watch begins with the first `anext` and ends with the object at the latest."""
 
     def __init__(self, store: EtcdStore) -> None:
         self._store = store
-        self._events: deque[Event] = deque()
-        self._wake: asyncio.Future[None] | None = None
+        self._mailbox = Mailbox(MAILBOX_SIZE)
         self._task: asyncio.Task[None] | None = None
-        self._error: StoreUnavailable | None = None
-        self._ended = False
+        self._closed = False
 
-    async def next(self) -> Event:
-        """Safe to cancel: no event is lost."""
-        if self._task is None and not self._ended:
-            self._store._subscriptions.add(self)
-            self._task = asyncio.get_running_loop().create_task(self._run())
-        while not self._events:
-            if self._ended:
-                error, self._error = self._error, None
-                raise error or StopAsyncIteration
-            self._wake = asyncio.get_running_loop().create_future()
-            await self._wake
-        return self._events.popleft()
+    def __aiter__(self) -> Self:
+        return self
 
-    def end(self, error: StoreUnavailable | None = None) -> asyncio.Task[None] | None:
-        """No more events after those that wait already. Answers the task, for whoever wants to see it out."""
-        self._ended = True
-        self._error = self._error or error
-        self._notify()
-        return self._task
+    async def __anext__(self) -> Event:
+        if self._task is None and not self._closed:
+            # The task must not know this object, so that dropping it is noticed.
+            self._task = asyncio.get_running_loop().create_task(_Watch(self._store, self._mailbox).run())
+            self._store._watches.add(self._task)
+            self._task.add_done_callback(self._store._watches.discard)
+        return await anext(self._mailbox)
 
     async def aclose(self) -> None:
-        self._events.clear()
-        task = self.end()
-        if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+        self._closed = True
+        self._mailbox.end()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
 
-    def _push(self, event: Event) -> None:
-        if len(self._events) >= MAX_PENDING_EVENTS:
-            self._events.clear()
-            event = Reset()
-        self._events.append(event)
-        self._notify()
+    def __del__(self) -> None:
+        if self._task is not None and not self._task.done() and not self._task.get_loop().is_closed():
+            self._task.cancel()
 
-    def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
-    async def _run(self) -> None:
+class _Watch:
+    """Fills one mailbox."""
+
+    def __init__(self, store: EtcdStore, mailbox: Mailbox) -> None:
+        self._store = store
+        self._mailbox = mailbox
+
+    async def run(self) -> None:
         try:
-            if self._store._closed:
-                raise StoreUnavailable("etcd: the store is closed")
-            while True:
+            while not self._store._closed:
                 await self._watch()
+            raise StoreUnavailable("etcd: the store is closed")
         except StoreUnavailable as error:
-            self.end(error)
+            self._mailbox.end(error)
         except Exception as error:
             # Whatever it was, the subscriber must not take a dead watch for a quiet one.
             _log.exception("the watch failed")
-            self.end(StoreUnavailable(f"etcd: the watch failed: {error!r}"))
+            self._mailbox.end(StoreUnavailable(f"etcd: the watch failed: {error!r}"))
         finally:
-            self.end()
-            self._store._subscriptions.discard(self)
+            self._mailbox.end()
 
     async def _watch(self) -> None:
         """One watch until it ends. Returns when a new one may follow at once (compaction); else StoreUnavailable."""
@@ -845,7 +831,7 @@ class _Feed:
                     self._expect_created(await call.read())
                     # The member of this watch has a quorum and the store answers: from here on we miss nothing.
                     await endpoint.range(store._any_claim(), timeout=store._deadline, metadata=metadata)
-                    self._push(Reset())
+                    self._mailbox.put(Reset())
                     pings = asyncio.get_running_loop().create_task(self._ping(call))
                     patience = SILENT_INTERVALS * store._progress_interval
                     while True:
@@ -907,7 +893,7 @@ class _Feed:
         for event in message.events:
             if event.type == rpc.Event.DELETE:
                 kv = event.kv
-                self._push(Deleted(kv.key[skip:].decode("ascii", "replace"), kv.mod_revision))
+                self._mailbox.put(Deleted(kv.key[skip:].decode("ascii", "replace"), kv.mod_revision))
         return True
 
     async def _ping(self, call: Any) -> None:
@@ -919,24 +905,3 @@ class _Feed:
                 await call.write(request)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # The reader meets the same end and reports it.
-
-
-class _Subscription:
-    """What `subscribe` hands out: dropped without `aclose`, it still frees its watch."""
-
-    def __init__(self, feed: _Feed) -> None:
-        self._feed = feed
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Event:
-        return await self._feed.next()
-
-    async def aclose(self) -> None:
-        await self._feed.aclose()
-
-    def __del__(self) -> None:
-        task = self._feed.end()
-        if task is not None and not task.done() and not task.get_loop().is_closed():
-            task.cancel()

@@ -602,7 +602,8 @@ async def test_a_dead_watch_is_noticed(server: EtcdServer, open_store: Open, blo
     store = await open_store(server.url(), progress_interval=INTERVAL)
     events = store.subscribe()
     assert await next_event(events) == Reset()
-    await asyncio.sleep(4 * INTERVAL)  # signs of life keep a quiet watch going
+    with pytest.raises(TimeoutError):  # signs of life keep a quiet watch going
+        await next_event(events, 4 * INTERVAL)
     getattr(server, blow)()
     with Stopwatch() as took, pytest.raises(StoreUnavailable):
         await next_event(events)

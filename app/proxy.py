@@ -41,6 +41,10 @@ from app.workers import Fleet, Target, Worker
 
 log = logging.getLogger("coatcheck.proxy")
 
+ON_DISCONNECT = "coatcheck.on_disconnect"
+"""A function in the scope with which a server offers to call when the client leaves. Without it a `receive()` is kept
+pending, as in any ASGI application."""
+
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Coroutine[Any, Any, Message]]
@@ -164,9 +168,7 @@ class Turn:
     async def run(self) -> None:
         try:
             identity = await self._read()
-            self._client = _Driven(self._received, self._receive_failed)
-            self._client.start(self._receive())
-            self._check_client()
+            self._watch_client()
             await self._bind(identity)
             await self._attempt()
             await self._relay()
@@ -450,11 +452,23 @@ class Turn:
             raise ClientDisconnected
         return task.result()
 
+    def _watch_client(self) -> None:
+        on_disconnect = self._scope.get(ON_DISCONNECT)
+        if on_disconnect is not None:
+            on_disconnect(self._client_left)
+        else:
+            self._client = _Driven(self._received, self._receive_failed)
+            self._client.start(self._receive())
+            self._check_client()
+
     def _received(self, message: Message | None) -> None:
         if message is not None and message["type"] == "http.request":
             assert self._client is not None
             self._client.start(self._receive())
-            return
+        else:
+            self._client_left()
+
+    def _client_left(self) -> None:
         self._gone = True
         if self._pending is not None:
             self._pending.cancel()

@@ -6,7 +6,9 @@ uvicorn's parser, pipelining and flow control stay. What differs, and why:
 - header names and values are not checked again: they come from llhttp or from us;
 - a body to an HTTP/1.0 client is ended by closing, never chunked, which such a client cannot read (RFC 9112 7.1);
 - a response that its worker did not complete is cut without the noise of a fault of the application;
-- a request that is not HTTP gets an error of OpenAI's shape.
+- a request that is not HTTP gets an error of OpenAI's shape;
+- a turn may ask to be called when its client leaves (`coatcheck.on_disconnect` in the scope), which spares it a pending
+  `receive()`, and is also told when another request was pipelined behind it.
 The proxy itself stays plain ASGI and runs under any server.
 """
 
@@ -21,6 +23,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.errors import TurnError, error_response
+from app.proxy import ON_DISCONNECT
 
 log = logging.getLogger("coatcheck.server")
 
@@ -37,18 +40,22 @@ _STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 
 
 class ClientProtocol(HttpToolsProtocol):
-    """One client connection. Give it to uvicorn as `http=`."""
+    """One client connection. `client_protocol` makes the class that uvicorn is given as `http=`."""
 
-    proxied: Callable[[str], bool] = staticmethod(lambda path: False)
-    """Which paths get our writer; see `client_protocol`."""
+    proxied: Callable[[str], bool]
+    """Which paths go to our writer."""
+    _serving: Response | None = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        if cycle.scope["type"] != "http" or not self.proxied(cycle.scope["path"]):
-            super()._start_asgi_task(cycle, app)
-            return
-        task = self.loop.create_task(Response(cycle, self.loop).run(app))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        if self.proxied(cycle.scope["path"]):
+            self._serving = cycle = Response(cycle, self.loop)  # type: ignore[assignment]  # all that is used of one
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._serving is not None:
+            self._serving.left()
+            self._serving = None
 
     def send_400_response(self, msg: str) -> None:
         status, headers, body = error_response(TurnError("invalid_request", "the request is not valid HTTP/1.1"))
@@ -65,7 +72,7 @@ def client_protocol(proxied: Callable[[str], bool]) -> type[ClientProtocol]:
 class Response:
     """Writes one response for uvicorn's request cycle, whose state it keeps as the cycle itself would."""
 
-    __slots__ = ("_chunked", "_cycle", "_flush", "_head", "_loop", "_no_body")
+    __slots__ = ("_chunked", "_cycle", "_flush", "_head", "_left", "_loop", "_no_body")
 
     def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
         self._cycle = cycle
@@ -74,8 +81,26 @@ class Response:
         self._flush: asyncio.Handle | None = None
         self._chunked = False
         self._no_body = False
+        self._left: Callable[[], None] | None = None
+        cycle.scope[ON_DISCONNECT] = self.on_disconnect  # type: ignore[literal-required]
 
-    async def run(self, app: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    def on_disconnect(self, left: Callable[[], None]) -> None:
+        """`left` is called once, in the loop, when the client leaves before the answer is complete."""
+        cycle = self._cycle
+        self._left = left
+        cycle.flow.resume_reading()  # as a receive() would: a connection that is not read is not seen to close
+        if cycle.disconnected:
+            left()
+
+    def left(self) -> None:
+        """The connection is gone."""
+        if not self._cycle.response_complete:
+            self._cycle.disconnected = True
+        left, self._left = self._left, None
+        if left is not None:
+            left()
+
+    async def run_asgi(self, app: Callable[..., Coroutine[Any, Any, None]]) -> None:
         cycle = self._cycle
         try:
             await app(cycle.scope, cycle.receive, self.send)
@@ -86,6 +111,7 @@ class Response:
                 self._write_head()
                 cycle.transport.close()  # without the end that the client waits for
             cycle.on_response = _nothing
+            self._left = None
 
     async def send(self, message: Any) -> None:
         cycle = self._cycle

@@ -459,7 +459,7 @@ class Turn:
         else:
             self._client = _Driven(self._received, self._receive_failed)
             self._client.start(self._receive())
-            self._check_client()
+        self._check_client()
 
     def _received(self, message: Message | None) -> None:
         if message is not None and message["type"] == "http.request":

@@ -81,7 +81,7 @@ class Entry:
 class _Resolution:
     """One answer that several turns wait for, and the load that it announces at its target meanwhile."""
 
-    __slots__ = ("deleted", "reserved", "task", "waiters")
+    __slots__ = ("deleted", "entry", "reserved", "task", "waiters")
 
     def __init__(self) -> None:
         self.task: asyncio.Task[tuple[Entry, str]] | None = None
@@ -89,6 +89,8 @@ class _Resolution:
         self.deleted: list[Deleted] = []
         """What the watch said of this key while we were reading."""
         self.reserved: Target | None = None
+        self.entry: Entry | None = None
+        """The answer, held until every waiter has joined it, so that nothing closes or drops it under them."""
 
     def reserve(self, target: Target) -> None:
         self.unreserve()
@@ -149,7 +151,7 @@ class Affinity:
         pending = set(self._closings.values())
         if pending:
             await asyncio.wait(pending, timeout=self._close_limit)
-        tasks = set(self._tasks) | set(self._closings.values())
+        tasks = set(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -285,7 +287,7 @@ class Affinity:
             mine = resolution is None
             if resolution is None:
                 resolution = self._resolutions[key] = _Resolution()
-                resolution.task = asyncio.create_task(work(resolution))
+                resolution.task = asyncio.create_task(self._answer(work, resolution))
                 resolution.task.add_done_callback(functools.partial(self._resolved, key, resolution))
             task = resolution.task
             assert task is not None
@@ -300,8 +302,22 @@ class Affinity:
             finally:
                 resolution.waiters -= 1
                 if not resolution.waiters:
-                    resolution.unreserve()
+                    self._disband(resolution)
                     task.cancel()  # does nothing to one that is done
+
+    async def _answer(
+        self, work: Callable[[_Resolution], Coroutine[Any, Any, tuple[Entry, str]]], resolution: _Resolution
+    ) -> tuple[Entry, str]:
+        entry, outcome = await work(resolution)
+        resolution.entry = self._enter(entry)
+        return entry, outcome
+
+    def _disband(self, resolution: _Resolution) -> None:
+        """Nobody waits for it any more."""
+        resolution.unreserve()
+        entry, resolution.entry = resolution.entry, None
+        if entry is not None:
+            self.release(entry)
 
     def _resolved(self, key: str, resolution: _Resolution, _: object) -> None:
         if self._resolutions.get(key) is resolution:
@@ -310,7 +326,7 @@ class Affinity:
         if not resolution.task.cancelled():
             resolution.task.exception()  # its waiters tell; mark it as seen when none is left
         if not resolution.waiters:
-            resolution.unreserve()
+            self._disband(resolution)
 
     async def _resolve(self, key: str, hint: Target | None, resolution: _Resolution) -> tuple[Entry, str]:
         known = self._current(key)
@@ -457,7 +473,7 @@ class Affinity:
         entry.renew_at = float("inf")
         if claim is None:
             return None
-        task = asyncio.create_task(self._close_surely(claim, self._closings.get(entry.key)))
+        task = self._spawn(self._close_surely(claim, self._closings.get(entry.key)))
         self._closings[entry.key] = task
         task.add_done_callback(lambda done: self._closed(entry.key, done))
         return task

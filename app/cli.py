@@ -134,7 +134,9 @@ def options_table() -> str:
     for names in GROUPS.values():
         for name in names:
             field = Settings.model_fields[name]
-            meaning = f"{field.description} {_sentence(expected(field))}".replace("|", "\\|")
+            meaning = field.description or ""
+            if field.annotation in (int, float) or name == "log_level":
+                meaning += f" {_sentence(expected(field))}"
             lines.append(f"| `{name.replace('_', '-')}` | {_spoken_default(name)} | {meaning} |")
     return "\n".join(lines)
 

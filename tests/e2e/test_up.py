@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 QUESTION = {"model": "mock-model", "messages": [{"role": "user", "content": "Where is my coat?"}]}
+SMALL = ("--replicas", "1", "--workers", "1")
 
 
 class Up:
@@ -71,6 +73,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One for the tests that leave it running."""
     first, worker = free_port(), free_port()
     with up(tmp_path_factory.mktemp("up"), "--port", str(first), "--worker-port", str(worker), "--ttft-ms", "1") as it:
+        assert len(it.children) == 4
         yield it
         assert it.stop(signal.SIGTERM) < 5
         assert it.process.returncode == 0
@@ -130,6 +133,29 @@ def test_the_printed_commands_work_as_they_are_printed(shared: Up) -> None:
     assert "usage" in bash(snippet[0]).lower()
 
 
+def test_the_readmes_commands_work_as_they_are_written(shared: Up) -> None:
+    """In their order; only the ports are those of this run."""
+    blocks = re.findall(r"^```(bash|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    said = []
+    for language, text in blocks:
+        for number, url in enumerate(shared.replicas):
+            text = text.replace(f"http://127.0.0.1:{8000 + number}", url)
+        said.append(bash(text if language == "bash" else f"{shlex.quote(sys.executable)} - <<'END'\n{text}END\n"))
+    plain, first, second, streamed, final = said
+    assert '"object":"chat.completion"' in plain
+
+    def header(text: str, name: str) -> str:
+        found = re.search(rf"^{name}: (\S+)", text, re.MULTILINE | re.IGNORECASE)
+        assert found, text
+        return found[1]
+
+    assert len({header(text, "X-Coatcheck-Worker") for text in (first, second, final)}) == 1
+    assert [header(text, "X-Coatcheck-Affinity") for text in (first, second)] == ["created", "stored"]
+    assert re.search(r'"cached_tokens":[1-9]', second)
+    assert streamed.strip()
+    assert ask(shared.replicas[1], "ticket-42").headers["X-Coatcheck-Affinity"] == "created"
+
+
 def bash(script: str) -> str:
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=without_proxies())
     assert done.returncode == 0, done.stderr
@@ -145,8 +171,8 @@ def test_output_that_is_not_for_a_terminal_is_plain(shared: Up) -> None:
 
 
 def test_ctrl_c_stops_everything_within_5_s_even_while_turns_run(tmp_path: Path) -> None:
-    with up(tmp_path, "--port", str(free_port()), "--worker-port", str(free_port()), "--itl-ms", "5000") as it:
-        assert len(it.children) == 4
+    with up(tmp_path, *SMALL, "--port", str(free_port()), "--worker-port", str(free_port()), "--itl-ms", "5000") as it:
+        assert len(it.children) == 2
         body = {**QUESTION, "stream": True}
         with (
             httpx.Client(trust_env=False) as client,
@@ -161,11 +187,11 @@ def test_ctrl_c_stops_everything_within_5_s_even_while_turns_run(tmp_path: Path)
 def test_nothing_outlives_up_when_it_is_killed_and_taken_ports_are_replaced(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(2)]
-        it = stack.enter_context(up(tmp_path, "--port", str(taken[0]), "--worker-port", str(taken[1])))
+        it = stack.enter_context(up(tmp_path, *SMALL, "--port", str(taken[0]), "--worker-port", str(taken[1])))
         for port in taken:
             assert f"Port {port} is taken" in it.text
             assert f":{port}" not in "".join([*it.replicas, *it.workers])
-        ask(it.replicas[1], "s1")
+        ask(it.replicas[0], "s1")
 
         it.process.kill()
         it.process.wait()
@@ -173,7 +199,7 @@ def test_nothing_outlives_up_when_it_is_killed_and_taken_ports_are_replaced(tmp_
 
 
 def test_one_that_dies_stops_all_with_1(tmp_path: Path) -> None:
-    with up(tmp_path, "--port", str(free_port()), "--worker-port", str(free_port())) as it:
+    with up(tmp_path, *SMALL, "--port", str(free_port()), "--worker-port", str(free_port())) as it:
         os.kill(it.children[0], signal.SIGKILL)
         assert it.process.stdout is not None
         said = it.process.stdout.read()

@@ -505,6 +505,10 @@ class Turn:
         if not self._ttft:
             self._ttft = True
             self._proxy.metrics.ttft.observe(self.loop.time() - self._started)
+        if self._held is not None:  # the claim is being closed, whatever `closing` says by now: nothing overtakes
+            self._held.append(data)
+            self._held_end = end
+            return
         entry = self._entry
         if entry is not None and entry.closing and entry.active == 1 and self._hold(data, end):
             return
@@ -518,10 +522,6 @@ class Turn:
     def _hold(self, data: bytes, end: bool) -> bool:
         """Keep back the end of a session's last answer until its claim is closed; clients take either the end of
         the body or the `[DONE]` event for it."""
-        if self._held is not None:
-            self._held.append(data)
-            self._held_end = end
-            return True
         if self._marker is None:
             self._marker = sse.DoneDetector()
         if not end and not self._marker.feed(data):

@@ -81,7 +81,7 @@ class Entry:
 class _Resolution:
     """One answer that several turns wait for, and the load that it announces at its target meanwhile."""
 
-    __slots__ = ("deleted", "entry", "reserved", "task", "waiters")
+    __slots__ = ("deleted", "held", "reserved", "task", "waiters")
 
     def __init__(self) -> None:
         self.task: asyncio.Task[tuple[Entry, str]] | None = None
@@ -89,8 +89,9 @@ class _Resolution:
         self.deleted: list[Deleted] = []
         """What the watch said of this key while we were reading."""
         self.reserved: Target | None = None
-        self.entry: Entry | None = None
-        """The answer, held until every waiter has joined it, so that nothing closes or drops it under them."""
+        self.held: list[Entry] = []
+        """What the session was here before, and the answer; held until every waiter has joined, so that nothing closes
+        or drops them meanwhile: a waiter is a turn of the session, and the last one out closes."""
 
     def reserve(self, target: Target) -> None:
         self.unreserve()
@@ -231,10 +232,8 @@ class Affinity:
     def release(self, entry: Entry) -> None:
         """A turn of the session has ended. The last one out closes the claim in the background when that is due."""
         self._leave(entry)
-        if entry.closing:
-            if not entry.active:
-                self._begin_close(entry)
-        elif self._clock() >= entry.renew_at:
+        self._close_if_due(entry)
+        if self._clock() >= entry.renew_at:
             self._renew_soon(entry)
 
     async def close(self, entry: Entry) -> None:
@@ -287,6 +286,9 @@ class Affinity:
             mine = resolution is None
             if resolution is None:
                 resolution = self._resolutions[key] = _Resolution()
+                known = self._current(key)
+                if known is not None:
+                    resolution.held.append(self._enter(known))
                 resolution.task = asyncio.create_task(self._answer(work, resolution))
                 resolution.task.add_done_callback(functools.partial(self._resolved, key, resolution))
             task = resolution.task
@@ -309,15 +311,16 @@ class Affinity:
         self, work: Callable[[_Resolution], Coroutine[Any, Any, tuple[Entry, str]]], resolution: _Resolution
     ) -> tuple[Entry, str]:
         entry, outcome = await work(resolution)
-        resolution.entry = self._enter(entry)
+        resolution.held.append(self._enter(entry))
         return entry, outcome
 
     def _disband(self, resolution: _Resolution) -> None:
         """Nobody waits for it any more."""
         resolution.unreserve()
-        entry, resolution.entry = resolution.entry, None
-        if entry is not None:
-            self.release(entry)
+        held, resolution.held = resolution.held, []
+        for entry in held:
+            self._leave(entry)
+            self._close_if_due(entry)
 
     def _resolved(self, key: str, resolution: _Resolution, _: object) -> None:
         if self._resolutions.get(key) is resolution:
@@ -465,6 +468,10 @@ class Affinity:
 
     # -- closing and renewing
 
+    def _close_if_due(self, entry: Entry) -> None:
+        if entry.closing and not entry.active:
+            self._begin_close(entry)
+
     def _begin_close(self, entry: Entry) -> asyncio.Task[None] | None:
         if self._current(entry.key) is entry:
             self._forget(entry.key)
@@ -591,7 +598,10 @@ class Affinity:
         while True:
             try:
                 await self._store.check()
-            except StoreError:
+            except Exception as error:
+                if not isinstance(error, StoreError):
+                    # A fault of the store's code must not end the waiting unseen: the store would stay away for ever.
+                    log.exception("the claim store's check failed; it is asked again")
                 self._state = await self._readable()
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, 1.0)

@@ -1,0 +1,213 @@
+"""Things that behave as no real one can be made to: a clock without waiting, and a claim store that fails on cue.
+
+Real stores and real time come in `tests/stores` and `tests/e2e`. Here a test says *when* a reply is lost or a watch
+dies, and days pass at once; that is what these exist for. They speak the store's contract, and replace no code of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import selectors
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from backends.base import (
+    Claim,
+    ClaimOutcome,
+    ClaimStore,
+    ClaimValue,
+    CloseOutcome,
+    Deleted,
+    Event,
+    Guarantee,
+    OutcomeUnknown,
+    Reset,
+    StoreUnavailable,
+)
+
+T = TypeVar("T")
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """A loop whose clock jumps to the next timer when nothing is ready, so that timeouts of minutes cost nothing and a
+    test's order of events never depends on the machine. Has no sockets of its own to wait for: a test that would
+    wait for ever raises instead."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        super().__init__(_JumpingSelector(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _JumpingSelector(selectors.SelectSelector):
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise AssertionError("everything waits and no timer is set: this would hang for ever")
+        if timeout > 0:
+            self._loop.now += timeout
+        return []
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Runs an async test in a VirtualTimeLoop. What the loop would have logged fails the test."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        faults: list[dict[str, Any]] = []
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.get_loop().set_exception_handler(lambda _, context: faults.append(context))
+            runner.run(test(*args, **kwargs))
+        assert not faults
+
+    return run
+
+
+async def settle() -> None:
+    """Let everything run that can run now; no time passes in a VirtualTimeLoop."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+Fault = Exception | type[Exception]
+
+
+class Undone(OutcomeUnknown):
+    """An unknown outcome that was in truth "not done"; a plain OutcomeUnknown was done."""
+
+
+class ScriptedStore:
+    """A claim store in front of a real one, whose calls and events a test decides. Two of them over one store are two
+    replicas' ways to it.
+
+    Like etcd it gives no stamps, unless `stamps`, so that only events and re-reads can tell of a delete.
+    """
+
+    def __init__(self, inner: ClaimStore, *, stamps: bool = False) -> None:
+        self._inner = inner
+        self._stamps = stamps
+        self.calls: Counter[str] = Counter()
+        """By operation, those that failed too."""
+        self.broken: dict[str, Fault] = {}
+        """Operations that fail until they are taken out; `all` for all."""
+        self.next_faults: dict[str, deque[Fault | None]] = {}
+        """What the next calls of an operation meet: an exception before it is done, or None for nothing."""
+        self.lost_replies: Counter[str] = Counter()
+        """How many of the next calls of an operation are done and answered with OutcomeUnknown."""
+        self.before: dict[str, asyncio.Event] = {}
+        """Operations that wait for this before they are done."""
+        self.after: dict[str, asyncio.Event] = {}
+        """Operations that wait for this after they are done, before they answer."""
+        self.jitter: Callable[[], float] | None = None
+        """Seconds that each call takes."""
+        self.chance: Callable[[str], Fault | None] | None = None
+        """Asked once per call and after it was done: a fault by chance."""
+        self.deaf = False
+        """Deletes are not reported."""
+        self.watch_fault: Fault | None = None
+        """What `subscribe` raises."""
+        self._mailboxes: set[asyncio.Queue[Event | Exception]] = set()
+
+    @property
+    def guarantees(self) -> Guarantee:
+        return self._inner.guarantees
+
+    # -- the contract
+
+    async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
+        return await self._call("create", lambda: self._inner.create_or_get(key, proposal, ttl))
+
+    async def get(self, key: str) -> Claim | None:
+        return await self._call("get", lambda: self._inner.get(key))
+
+    async def renew(self, claim: Claim, ttl: float) -> Claim:
+        return await self._call("renew", lambda: self._inner.renew(claim, ttl))
+
+    async def close(self, claim: Claim) -> CloseOutcome:
+        return await self._call("close", lambda: self._inner.close(claim))
+
+    async def check(self) -> None:
+        await self._call("check", self._inner.check)
+
+    async def subscribe(self) -> AsyncIterator[Event]:
+        if self.watch_fault is not None:
+            raise self.watch_fault
+        mailbox: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._mailboxes.add(mailbox)
+        pump = asyncio.create_task(self._pump(mailbox))
+        try:
+            while True:
+                event = await mailbox.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            self._mailboxes.discard(mailbox)
+            pump.cancel()
+
+    def stamp(self, key: str) -> int:
+        return self._inner.stamp(key) if self._stamps else 0
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    # -- the script
+
+    def go_away(self) -> None:
+        """No call is answered any more, and the watch dies."""
+        self.broken["all"] = StoreUnavailable
+        self.watch_fault = StoreUnavailable("the watch was refused")
+        self.drop_watch()
+
+    def return_(self) -> None:
+        self.broken.clear()
+        self.watch_fault = None
+
+    def drop_watch(self) -> None:
+        self.emit(StoreUnavailable("the watch was lost"))
+
+    def emit(self, event: Event | Exception) -> None:
+        for mailbox in self._mailboxes:
+            mailbox.put_nowait(event)
+
+    async def _pump(self, mailbox: asyncio.Queue[Event | Exception]) -> None:
+        async for event in self._inner.subscribe():
+            if isinstance(event, Reset) or not self.deaf:
+                mailbox.put_nowait(event)
+
+    async def _call(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
+        self.calls[op] += 1
+        if self.jitter is not None:
+            await asyncio.sleep(self.jitter())
+        if op in self.before:
+            await self.before[op].wait()
+        faults = self.next_faults.get(op)
+        fault = faults.popleft() if faults else self.broken.get(op, self.broken.get("all"))
+        if fault is None and self.chance is not None:
+            fault = self.chance(op)
+        done = fault is None or fault is OutcomeUnknown or type(fault) is OutcomeUnknown
+        if not done:
+            raise fault
+        answer = await call()
+        if op in self.after:
+            await self.after[op].wait()
+        if self.jitter is not None:
+            await asyncio.sleep(self.jitter())
+        if fault is not None:
+            raise fault
+        if self.lost_replies[op] > 0:
+            self.lost_replies[op] -= 1
+            raise OutcomeUnknown("the reply was lost")
+        return answer
+
+
+def deleted(claim: Claim) -> Deleted:
+    """As a store with ordered revisions says that this claim is gone."""
+    return Deleted(claim.key, before=claim.revision + 1)

@@ -1,0 +1,1297 @@
+"""Sessions on one replica and on several: every promise of app/affinity.py, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import random
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Iterable
+
+import pytest
+
+from app.affinity import Affinity, Entry, StoreState
+from app.errors import TurnError
+from app.identity import KeyHasher
+from app.metrics import Metrics
+from app.policies import Policy, least_loaded, rendezvous
+from app.workers import Fleet, Target, make_worker
+from backends.base import (
+    LIFETIME,
+    ClaimValue,
+    Deleted,
+    OutcomeUnknown,
+    Reset,
+    StoreUnavailable,
+)
+from backends.memory import MemoryStore
+from tests.support.fakes import ScriptedStore, Undone, deleted, in_virtual_time, settle
+
+TTL = 1800.0
+WORKERS = ("a", "b", "c")
+hasher = KeyHasher()
+KEY = hasher.key(b"", b"session")
+
+
+def key_of(number: int) -> str:
+    return hasher.key(b"", b"session %d" % number)
+
+
+class Replica:
+    """An affinity and what it was made of."""
+
+    def __init__(
+        self,
+        store: MemoryStore | ScriptedStore,
+        *,
+        name: str = "r1",
+        workers: Iterable[str] = WORKERS,
+        policy: Policy | None = None,
+        ttl: float = TTL,
+        **settings: float | bool,
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        self.store = store
+        self.fleet = Fleet(
+            make_worker(f"http://{worker}:1", name=worker, connect_limit=1, idle_limit=1, clock=clock)
+            for worker in workers
+        )
+        self.metrics = Metrics()
+        self.affinity = Affinity(
+            store,
+            self.fleet,
+            policy or least_loaded(),
+            self.metrics,
+            replica=name,
+            ttl=ttl,
+            clock=clock,
+            **settings,  # type: ignore[arg-type]
+        )
+
+    def target(self, name: str) -> Target:
+        found = self.fleet.find(name, None)
+        assert found is not None
+        return found
+
+    async def turn(self, key: str = KEY, hint: Target | None = None) -> tuple[Entry, str]:
+        """Bind as the proxy does."""
+        entry = self.affinity.bind_cached(key)
+        if entry is not None:
+            return entry, "cached"
+        return await self.affinity.bind(key, hint)
+
+    async def visit(self, key: str = KEY, hint: Target | None = None) -> tuple[str, str]:
+        """A whole turn: the worker's name and the outcome."""
+        entry, how = await self.turn(key, hint)
+        name = entry.target.worker.name
+        self.affinity.release(entry)
+        return name, how
+
+    def assert_quiet(self) -> None:
+        assert self.affinity.active_turns == 0
+        assert [worker.reserved for worker in self.fleet] == [0] * len(self.fleet)
+        assert not self.affinity._active
+        assert not self.affinity._resolutions
+
+
+@contextlib.asynccontextmanager
+async def running(store: MemoryStore | ScriptedStore, **settings: object) -> AsyncIterator[Replica]:
+    replica = Replica(store, **settings)  # type: ignore[arg-type]
+    replica.affinity.start()
+    await settle()
+    try:
+        yield replica
+        replica.assert_quiet()
+    finally:
+        await replica.affinity.aclose()
+
+
+def memory() -> MemoryStore:
+    return MemoryStore(clock=asyncio.get_running_loop().time)
+
+
+def scripted(inner: MemoryStore | None = None, **settings: bool) -> ScriptedStore:
+    return ScriptedStore(inner or memory(), **settings)
+
+
+def first_of(name: str) -> Policy:
+    """Always this worker where it may be chosen."""
+    return lambda candidates: next((t for t in candidates if t.worker.name == name), candidates[0])
+
+
+# -- resolving
+
+
+@in_virtual_time
+async def test_first_turn_creates_then_cached() -> None:
+    async with running(memory()) as r:
+        worker, how = await r.visit()
+        assert how == "created"
+        assert await r.visit() == (worker, "cached")
+
+
+@in_virtual_time
+async def test_hot_path_makes_no_store_call() -> None:
+    store = scripted()
+    async with running(store) as r:
+        await r.visit()
+        calls = store.calls.copy()
+        for _ in range(1000):
+            assert (await r.visit())[1] == "cached"
+        assert store.calls == calls
+
+
+@in_virtual_time
+async def test_concurrent_first_turns_share_one_resolution() -> None:
+    store = scripted()
+    store.before["create"] = asyncio.Event()
+    async with running(store) as r:
+        turns = [asyncio.create_task(r.turn()) for _ in range(100)]
+        await settle()
+        assert sum(worker.reserved for worker in r.fleet) == 1
+        store.before["create"].set()
+        bound = await asyncio.gather(*turns)
+        assert store.calls["create"] == 1
+        assert {id(entry) for entry, _ in bound} == {id(bound[0][0])}
+        assert Counter(how for _, how in bound) == {"created": 1, "cached": 99}
+        assert r.affinity.active_turns == 100
+        assert sum(worker.reserved for worker in r.fleet) == 0
+        for entry, _ in bound:
+            r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_waiters_leave_one_by_one_and_the_rest_are_served() -> None:
+    store = scripted()
+    store.before["create"] = asyncio.Event()
+    async with running(store) as r:
+        turns = [asyncio.create_task(r.turn()) for _ in range(5)]
+        await settle()
+        for gone in turns[:4]:
+            gone.cancel()
+            await settle()
+            assert gone.cancelled()
+        store.before["create"].set()
+        entry, _ = await turns[4]
+        assert store.calls["create"] == 1
+        assert entry.active == 1
+        r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_when_all_waiters_leave_the_resolution_ends_and_nothing_stays_reserved() -> None:
+    store = scripted()
+    store.before["create"] = asyncio.Event()
+    async with running(store) as r:
+        turns = [asyncio.create_task(r.turn()) for _ in range(5)]
+        await settle()
+        for turn in turns:
+            turn.cancel()
+        await settle()
+        r.assert_quiet()
+        assert len(asyncio.all_tasks()) - 1 == 3  # the affinity's two, and the scripted store's pump
+        store.before.clear()
+        assert (await r.visit())[1] == "created"
+
+
+@in_virtual_time
+async def test_newcomer_joins_a_resolution_that_is_being_cancelled() -> None:
+    store = scripted()
+    store.before["create"] = asyncio.Event()
+    async with running(store) as r:
+        first = asyncio.create_task(r.turn())
+        await settle()
+        first.cancel()
+        await asyncio.sleep(0)  # it has left, its resolution has not ended yet
+        second = asyncio.create_task(r.turn())
+        await settle()
+        store.before["create"].set()
+        entry, how = await second
+        assert (how, entry.active) == ("created", 1)
+        r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_failed_initialiser_hands_over() -> None:
+    """The first turn's trouble is its own: a policy that fails once fails one turn."""
+    calls = 0
+
+    def flaky(candidates: object) -> Target:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise TurnError("no_worker", "not this time")
+        return candidates[0]  # type: ignore[index]
+
+    store = scripted()
+    async with running(store, policy=flaky) as r:
+        turns = [asyncio.create_task(r.turn()) for _ in range(5)]
+        results = await asyncio.gather(*turns, return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        assert [error.code for error in failed if isinstance(error, TurnError)] == ["no_worker"]
+        assert store.calls["create"] == 1
+        for result in results:
+            if not isinstance(result, BaseException):
+                r.affinity.release(result[0])
+
+
+@in_virtual_time
+async def test_no_worker_fails_every_turn_and_leaves_nothing() -> None:
+    async with running(memory(), workers=()) as r:
+        results = await asyncio.gather(*(r.turn() for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(result, TurnError) and result.code == "no_worker" for result in results)
+
+
+@in_virtual_time
+async def test_loser_adopts_the_winner() -> None:
+    inner = memory()
+    one, two = scripted(inner), scripted(inner)
+    async with (
+        running(one, name="r1", policy=first_of("a")) as r1,
+        running(two, name="r2", policy=first_of("b")) as r2,
+    ):
+        (worker1, how1), (worker2, how2) = await asyncio.gather(r1.visit(), r2.visit())
+        assert worker1 == worker2
+        assert {how1, how2} == {"created", "stored"}
+
+
+@in_virtual_time
+async def test_many_replicas_many_sessions_never_split() -> None:
+    inner = memory()
+    rng = random.Random(1)
+    async with contextlib.AsyncExitStack() as stack:
+        replicas = []
+        for n in range(4):
+            store = scripted(inner)
+            store.jitter = lambda: rng.random() * 0.01
+            replicas.append(await stack.enter_async_context(running(store, name=f"r{n}")))
+        seen = await asyncio.gather(*(r.visit(key_of(s)) for s in range(100) for r in replicas for _ in range(2)))
+        places: dict[int, set[str]] = {}
+        for number, (worker, _) in enumerate(seen):
+            places.setdefault(number // 8, set()).add(worker)
+        assert all(len(workers) == 1 for workers in places.values())
+        assert Counter(how for _, how in seen)["created"] == 100
+
+
+@in_virtual_time
+async def test_hint_is_used_only_when_there_is_no_claim() -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r1, running(scripted(inner), name="r2") as r2:
+        assert await r1.visit(hint=r1.target("c")) == ("c", "created")
+        assert await r2.visit(hint=r2.target("a")) == ("c", "stored")
+        assert await r1.visit(hint=r1.target("b")) == ("c", "cached")
+
+
+@in_virtual_time
+async def test_claims_being_made_count_as_load() -> None:
+    store = scripted()
+    store.before["create"] = asyncio.Event()
+    async with running(store) as r:
+        turns = [asyncio.create_task(r.turn(key_of(n))) for n in range(30)]
+        await settle()
+        assert [worker.reserved for worker in r.fleet] == [10, 10, 10]
+        store.before["create"].set()
+        for entry, _ in await asyncio.gather(*turns):
+            r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_rank_of_a_claim_is_kept_and_an_unknown_one_is_replaced() -> None:
+    store = memory()
+    async with running(store) as r:
+        worker = r.target("a").worker
+        worker.targets = (Target(worker, 0), Target(worker, 1))
+        await store.create_or_get(key_of(0), ClaimValue(worker="a", rank=0), TTL)
+        await store.create_or_get(key_of(1), ClaimValue(worker="a", rank=7), TTL)
+        entry, how = await r.turn(key_of(0))
+        assert (entry.target.rank, how) == (0, "stored")
+        r.affinity.release(entry)
+        worker_name, how = await r.visit(key_of(1))
+        assert how == "rebound"
+        assert worker_name != "a"
+
+
+# -- staying true
+
+
+@in_virtual_time
+async def test_entry_is_read_again_after_max_stale() -> None:
+    store = scripted()
+    async with running(store, max_stale=60.0) as r:
+        await r.visit()
+        await asyncio.sleep(59.0)
+        assert (await r.visit())[1] == "cached"
+        assert store.calls["get"] == 0
+        await asyncio.sleep(1.5)
+        assert (await r.visit())[1] == "stored"
+        assert store.calls["get"] == 1
+
+
+@in_virtual_time
+async def test_missed_delete_does_not_outlive_max_stale() -> None:
+    inner = memory()
+    store = scripted(inner)
+    store.deaf = True
+    async with running(store, max_stale=60.0, policy=first_of("a")) as r:
+        await r.visit()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        await inner.close(claim)
+        await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
+        assert await r.visit() == ("a", "cached")  # nobody told
+        for _ in range(100):  # a busy session must not keep itself fresh
+            await asyncio.sleep(0.7)
+            worker, _ = await r.visit()
+        assert worker == "b"
+
+
+@pytest.mark.parametrize("event", [Reset(), StoreUnavailable("lost")])
+@in_virtual_time
+async def test_reset_and_dead_watch_mean_read_before_use(event: Reset | StoreUnavailable) -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        for n in range(3):
+            await r.visit(key_of(n))
+        if isinstance(event, StoreUnavailable):
+            store.watch_fault = event
+        store.emit(event)
+        await settle()
+        assert r.affinity.watching is isinstance(event, Reset)
+        for n in range(3):
+            assert (await r.visit(key_of(n)))[1] == "stored"
+        assert store.calls["get"] == 3
+        again = [(await r.visit(key_of(n)))[1] for n in range(3)]
+        # A reset is over when everything was read again; a dead watch is not.
+        assert again == ["cached" if isinstance(event, Reset) else "stored"] * 3
+
+
+@in_virtual_time
+async def test_watch_is_begun_again() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.watch_fault = StoreUnavailable("refused")
+        store.drop_watch()
+        await asyncio.sleep(10)
+        assert not r.affinity.watching
+        store.watch_fault = None
+        await asyncio.sleep(2.1)
+        assert r.affinity.watching
+
+
+@in_virtual_time
+async def test_fault_in_the_watch_is_no_silence(caplog: pytest.LogCaptureFixture) -> None:
+    """A store that breaks its contract must not leave entries proven."""
+    store = scripted()
+    async with running(store) as r:
+        await r.visit()
+        store.watch_fault = ZeroDivisionError()
+        store.emit(ZeroDivisionError())
+        await settle()
+        assert not r.affinity.watching
+        store.watch_fault = None
+        await asyncio.sleep(3)
+        assert r.affinity.watching
+        assert (await r.visit())[1] == "stored"
+
+
+@in_virtual_time
+async def test_reset_while_a_claim_is_read_leaves_it_unproven() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.after["create"] = asyncio.Event()
+        turn = asyncio.create_task(r.visit())
+        await settle()
+        store.emit(Reset())
+        await settle()
+        store.after["create"].set()
+        assert (await turn)[1] == "created"
+        assert (await r.visit())[1] == "stored"
+
+
+@in_virtual_time
+async def test_delete_of_a_predecessor_is_ignored() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        await r.visit()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        store.emit(Deleted(KEY, before=claim.revision))
+        await settle()
+        assert (await r.visit())[1] == "cached"
+        assert store.calls["get"] == 0
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@in_virtual_time
+async def test_delete_of_an_idle_session_forgets_it(ordered: bool) -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store, policy=first_of("a")) as r:
+        await r.visit()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        store.deaf = True
+        await inner.close(claim)
+        store.emit(deleted(claim) if ordered else Deleted(KEY))
+        await settle()
+        assert r.affinity.size == 0
+        await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
+        assert await r.visit() == ("b", "stored")
+
+
+@in_virtual_time
+async def test_delete_of_an_active_session_makes_the_next_turn_read() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store, policy=first_of("a")) as r:
+        entry, _ = await r.turn()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        await inner.close(claim)
+        await settle()
+        await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
+        assert await r.visit() == ("b", "stored")
+        assert entry.active == 1
+        r.affinity.release(entry)
+        assert await r.visit() == ("b", "cached")
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@in_virtual_time
+async def test_delete_during_a_resolution_leaves_its_answer_unproven(ordered: bool) -> None:
+    """Read, then deleted, and the event overtakes the reply."""
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        store.after["create"] = asyncio.Event()
+        turn = asyncio.create_task(r.turn())
+        await settle()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        store.deaf = True
+        await inner.close(claim)
+        store.emit(deleted(claim) if ordered else Deleted(KEY))
+        await settle()
+        store.after["create"].set()
+        entry, _ = await turn
+        assert r.affinity.bind_cached(KEY) is None
+        r.affinity.release(entry)
+        assert (await r.visit())[1] == "created"
+
+
+@in_virtual_time
+async def test_delete_between_the_answer_and_its_waiters_is_not_lost() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        gate = store.after["create"] = asyncio.Event()
+        turn = asyncio.create_task(r.turn())
+        await settle()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        store.deaf = True
+        await inner.close(claim)
+        resolution = r.affinity._resolutions[KEY]
+        assert resolution.task is not None
+        # Runs in the very step in which the answer is there and no waiter has been woken yet.
+        resolution.task.add_done_callback(lambda _: r.affinity._deleted(deleted(claim)))
+        gate.set()
+        entry, _ = await turn
+        assert r.affinity.bind_cached(KEY) is None
+        r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_close_between_the_answer_and_its_waiters_waits_for_them() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        final, _ = await r.turn()
+        store.emit(Reset())
+        await settle()
+        gate = store.after["get"] = asyncio.Event()
+        joining = asyncio.create_task(r.turn())
+        await settle()
+        resolution = r.affinity._resolutions[KEY]
+        assert resolution.task is not None
+
+        def end_final(_: object) -> None:
+            final.closing = True
+            r.affinity.release(final)
+
+        resolution.task.add_done_callback(end_final)
+        gate.set()
+        entry, _ = await joining
+        assert entry is final
+        assert store.calls["close"] == 0  # the last one out closes, and that is the joiner now
+        r.affinity.release(entry)
+        await settle()
+        assert store.calls["close"] == 1
+        assert await inner.get(KEY) is None
+
+
+@in_virtual_time
+async def test_changed_stamp_means_read_again() -> None:
+    inner = memory()
+    store = scripted(inner, stamps=True)
+    store.deaf = True
+    async with running(store, policy=first_of("a")) as r:
+        await r.visit()
+        assert (await r.visit())[1] == "cached"
+        claim = await inner.get(KEY)
+        assert claim is not None
+        await inner.close(claim)
+        await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
+        assert await r.visit() == ("b", "stored")
+        assert await r.visit() == ("b", "cached")
+
+
+@in_virtual_time
+async def test_stamp_that_changes_during_the_read_counts_as_changed() -> None:
+    inner = memory()
+    store = scripted(inner, stamps=True)
+    store.deaf = True
+    async with running(store, policy=first_of("a")) as r:
+        store.after["create"] = asyncio.Event()
+        turn = asyncio.create_task(r.visit())
+        await settle()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        await inner.close(claim)
+        store.after["create"].set()
+        await turn
+        assert (await r.visit())[1] == "created"
+
+
+@in_virtual_time
+async def test_claim_that_may_have_expired_is_read_before_use() -> None:
+    store = scripted()
+    store.broken["renew"] = OutcomeUnknown("never")
+    async with running(store, ttl=10.0, max_stale=60.0) as r:
+        await r.visit()
+        store.deaf = True
+        await asyncio.sleep(10.0 * LIFETIME + 0.1)
+        assert r.affinity.bind_cached(KEY) is None
+        assert (await r.visit())[1] == "created"
+
+
+# -- the bound of the cache
+
+
+@in_virtual_time
+async def test_cache_is_bounded_by_use_and_falls_back_to_reads() -> None:
+    store = scripted()
+    async with running(store, capacity=10) as r:
+        places = {n: (await r.visit(key_of(n)))[0] for n in range(20)}
+        assert r.affinity.size == 10
+        assert (await r.visit(key_of(10)))[1] == "cached"  # now the youngest
+        await r.visit(key_of(100))
+        assert (await r.visit(key_of(10)))[1] == "cached"
+        assert await r.visit(key_of(11)) == (places[11], "stored")
+        for n in range(20):
+            assert (await r.visit(key_of(n)))[0] == places[n]
+        assert r.affinity.size == 10
+
+
+@in_virtual_time
+async def test_active_sessions_are_never_evicted() -> None:
+    async with running(scripted(), capacity=5) as r:
+        held = [(await r.turn(key_of(n)))[0] for n in range(10)]
+        assert r.affinity.size == 10
+        for n in range(20, 30):
+            await r.visit(key_of(n))
+        for n, entry in enumerate(held):
+            assert r.affinity.bind_cached(key_of(n)) is entry
+        for entry in held:
+            r.affinity.release(entry)
+            r.affinity.release(entry)
+        assert r.affinity.size == 5
+
+
+# -- a claim's life
+
+
+@in_virtual_time
+async def test_claim_lives_its_ttl_after_the_last_turn_and_is_renewed_sparingly() -> None:
+    """Weeks of a session that is now busy, now quiet, sometimes with turns of hours."""
+    inner = memory()
+    store = scripted(inner)
+    loop = asyncio.get_running_loop()
+    rng = random.Random(7)
+    async with running(store) as r:
+        began = loop.time()
+        placed = 0
+        for _ in range(1500):
+            entry, how = await r.turn()
+            placed += how == "created"
+            await asyncio.sleep(rng.choice([0.1, 1, 10, 100, 10_000 * (rng.random() < 0.02)]))
+            r.affinity.release(entry)
+            await settle()
+            claim = await inner.get(KEY)
+            assert claim is not None
+            assert claim.expires_at >= loop.time() + TTL - 0.001
+            assert claim.expires_at <= loop.time() + LIFETIME * TTL
+            await asyncio.sleep(rng.random() ** 2 * TTL * 0.999)
+        lasted = loop.time() - began
+        assert lasted > 10 * 86400
+        assert placed == 1
+        assert store.calls["renew"] <= 4 * lasted / TTL + 1
+
+
+@in_virtual_time
+async def test_busy_session_is_renewed_at_most_four_times_per_ttl() -> None:
+    store = scripted()
+    loop = asyncio.get_running_loop()
+    async with running(store) as r:
+        began = loop.time()
+        while loop.time() < began + 10 * TTL:
+            await r.visit()
+            await asyncio.sleep(5)
+        assert 35 <= store.calls["renew"] <= 40
+
+
+@in_virtual_time
+async def test_long_turn_keeps_its_claim() -> None:
+    inner = memory()
+    store = scripted(inner)
+    loop = asyncio.get_running_loop()
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        began = loop.time()
+        while loop.time() < began + 20 * TTL:
+            await asyncio.sleep(100)
+            claim = await inner.get(KEY)
+            assert claim is not None
+            assert claim.value.nonce == entry.claim.value.nonce  # type: ignore[union-attr]
+            assert claim.expires_at > loop.time() + 0.9 * TTL
+        r.affinity.release(entry)
+        await settle()
+        assert store.calls["renew"] <= 4 * 20 + 2
+
+
+@in_virtual_time
+async def test_idle_session_expires() -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await r.visit()
+        await asyncio.sleep(LIFETIME * TTL + 1)
+        assert await inner.get(KEY) is None
+        assert r.affinity.size == 0
+
+
+@in_virtual_time
+async def test_lost_claim_makes_the_next_turn_read() -> None:
+    inner = memory()
+    store = scripted(inner)
+    store.deaf = True
+    async with running(store, max_stale=1e9, policy=first_of("a")) as r:
+        await r.visit()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        await inner.close(claim)
+        await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
+        await asyncio.sleep(TTL / 2)
+        assert await r.visit() == ("a", "cached")  # this one renews, and is told
+        await settle()
+        assert await r.visit() == ("b", "stored")
+        assert store.calls["renew"] == 1
+
+
+@in_virtual_time
+async def test_failed_renewal_is_tried_again() -> None:
+    inner = memory()
+    store = scripted(inner)
+    loop = asyncio.get_running_loop()
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        store.broken["renew"] = Undone("late")
+        await asyncio.sleep(TTL)
+        store.broken.clear()
+        await asyncio.sleep(60)
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert claim.expires_at > loop.time() + TTL
+        r.affinity.release(entry)
+
+
+# -- the final turn
+
+
+@in_virtual_time
+async def test_final_close_is_awaited_and_the_next_turn_is_new() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        entry.closing = True
+        await r.affinity.close(entry)
+        assert await inner.get(KEY) is None
+        r.affinity.release(entry)
+        await settle()
+        assert store.calls["close"] == 1
+        assert (await r.visit())[1] == "created"
+        assert r.metrics.closes.cells == {("closed",): 1}
+
+
+@in_virtual_time
+async def test_last_one_out_closes_and_joiners_join_meanwhile() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        final, _ = await r.turn()
+        other, _ = await r.turn()
+        assert other is final
+        final.closing = True
+        r.affinity.release(final)
+        store.emit(Reset())  # whatever else is known, the turns that are here decide where
+        await settle()
+        joiner, how = await r.turn()
+        assert (joiner, how) == (final, "cached")
+        r.affinity.release(other)
+        await settle()
+        assert await inner.get(KEY) is not None
+        r.affinity.release(joiner)
+        await settle()
+        assert await inner.get(KEY) is None
+        assert store.calls["close"] == 1
+
+
+@in_virtual_time
+async def test_close_is_bounded_then_tried_until_it_is_done() -> None:
+    inner = memory()
+    store = scripted(inner)
+    loop = asyncio.get_running_loop()
+    async with running(store, close_limit=2.0) as r:
+        entry, _ = await r.turn()
+        entry.closing = True
+        store.broken["close"] = Undone("late")
+        began = loop.time()
+        await r.affinity.close(entry)
+        assert loop.time() - began == pytest.approx(2.0)
+        r.affinity.release(entry)
+        assert r.affinity.pending_closes == 1
+        await asyncio.sleep(60)
+        assert await inner.get(KEY) is not None
+        store.broken.clear()
+        await asyncio.sleep(6)
+        assert await inner.get(KEY) is None
+        assert r.affinity.pending_closes == 0
+
+
+@in_virtual_time
+async def test_pending_close_is_given_up_when_the_claim_has_expired() -> None:
+    store = scripted()
+    async with running(store, ttl=60.0) as r:
+        entry, _ = await r.turn()
+        entry.closing = True
+        store.broken["close"] = Undone("late")
+        await r.affinity.close(entry)
+        r.affinity.release(entry)
+        await asyncio.sleep(LIFETIME * 60 + 10)
+        assert r.affinity.pending_closes == 0
+        assert r.metrics.closes.cells == {("expired",): 1}
+
+
+@in_virtual_time
+async def test_late_close_cannot_remove_a_successor() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        old = await inner.get(KEY)
+        assert old is not None
+        gate = store.before["close"] = asyncio.Event()
+        entry.closing = True
+        await r.affinity.close(entry)
+        r.affinity.release(entry)
+        await inner.close(old)  # somebody else did
+        successor = (await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)).claim
+        gate.set()
+        await settle()
+        assert await inner.get(KEY) == successor
+        assert r.metrics.closes.cells == {("superseded",): 1}
+
+
+@in_virtual_time
+async def test_new_turn_waits_for_the_pending_close_and_gets_a_new_claim() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        old = await inner.get(KEY)
+        assert old is not None
+        gate = store.before["close"] = asyncio.Event()
+        entry.closing = True
+        r.affinity.release(entry)
+        await settle()
+        turn = asyncio.create_task(r.turn())
+        await settle()
+        assert store.calls["create"] == 1
+        assert not turn.done()
+        gate.set()
+        entry, how = await turn
+        assert how == "created"
+        standing = await inner.get(KEY)
+        assert standing is not None
+        assert standing.revision != old.revision
+        r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_close_whose_reply_was_lost_is_done_once() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        store.lost_replies["close"] = 1
+        entry.closing = True
+        await r.affinity.close(entry)
+        r.affinity.release(entry)
+        assert await inner.get(KEY) is None
+        assert r.metrics.closes.cells == {("gone",): 1}
+
+
+@in_virtual_time
+async def test_aclose_finishes_pending_closes_and_leaves_no_task() -> None:
+    inner = memory()
+    store = scripted(inner)
+    r = Replica(store, close_limit=2.0)
+    r.affinity.start()
+    for n in range(10):
+        entry, _ = await r.turn(key_of(n))
+        entry.closing = True
+        store.next_faults.setdefault("close", deque()).append(Undone("late"))
+        r.affinity.release(entry)
+    await r.affinity.aclose()
+    assert [await inner.get(key_of(n)) for n in range(10)] == [None] * 10
+    await settle()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+@in_virtual_time
+async def test_aclose_ends_closes_that_hang_and_their_successors() -> None:
+    store = scripted()
+    r = Replica(store, close_limit=2.0)
+    r.affinity.start()
+    store.before["close"] = asyncio.Event()
+    for _ in range(3):  # each waits for the one before
+        entry, _ = await r.turn()
+        entry.closing = True
+        r.affinity.release(entry)
+        await asyncio.sleep(3)
+    await r.affinity.aclose()
+    await settle()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# -- the store away
+
+
+@in_virtual_time
+async def test_ambiguous_create_is_recognised_as_our_own() -> None:
+    inner = memory()
+    store = scripted(inner)
+    store.lost_replies["create"] = 2
+    async with running(store) as r:
+        worker, how = await r.visit()
+        assert how == "created"
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert claim.value.worker == worker
+        assert r.affinity.state is StoreState.UP
+
+
+@in_virtual_time
+async def test_outage_places_new_sessions_alike_on_every_replica() -> None:
+    inner = memory()
+    one, two = scripted(inner), scripted(inner)
+    async with running(one) as r1, running(two, workers=("c", "b", "a")) as r2:
+        one.go_away()
+        two.go_away()
+        places = []
+        for n in range(50):
+            worker, how = await r1.visit(key_of(n))
+            assert (worker, how) == await r2.visit(key_of(n))
+            assert how == "degraded"
+            assert worker == rendezvous(key_of(n), r1.fleet.candidates()).worker.name
+            places.append(worker)
+        assert min(Counter(places).values()) > 5
+        assert r1.affinity.state is StoreState.AWAY
+
+
+@in_virtual_time
+async def test_outage_moves_no_known_session() -> None:
+    store = scripted()
+    async with running(store) as r:
+        places = [(await r.visit(key_of(n)))[0] for n in range(20)]
+        store.go_away()
+        await asyncio.sleep(300)  # far beyond max_stale
+        for n in range(20):
+            assert await r.visit(key_of(n)) == (places[n], "cached")
+        assert r.metrics.unproven.cells[()] == 20
+
+
+@in_virtual_time
+async def test_unproven_entry_is_used_as_it_is_only_if_the_store_cannot_answer() -> None:
+    inner = memory()
+    store = scripted(inner)
+    store.deaf = True
+    async with running(store, policy=first_of("a")) as r:
+        await r.visit()
+        claim = await inner.get(KEY)
+        assert claim is not None
+        await inner.close(claim)
+        await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
+        store.watch_fault = StoreUnavailable("refused")
+        store.drop_watch()
+        await settle()
+        store.next_faults["get"] = deque([StoreUnavailable("once")])
+        assert await r.visit() == ("a", "cached")
+        assert r.metrics.unproven.cells[()] == 1
+        await asyncio.sleep(1)
+        assert await r.visit() == ("b", "stored")
+        assert r.metrics.unproven.cells[()] == 1
+
+
+@in_virtual_time
+async def test_refuse_mode_refuses_new_sessions_and_keeps_known_ones() -> None:
+    store = scripted()
+    async with running(store, refuse_on_outage=True) as r:
+        worker, _ = await r.visit(key_of(1))
+        store.go_away()
+        await settle()
+        for _ in range(3):
+            with pytest.raises(TurnError) as caught:
+                await r.visit(key_of(2))
+            assert caught.value.code == "store_unavailable"
+        assert await r.visit(key_of(1)) == (worker, "cached")
+        store.return_()
+        await asyncio.sleep(2)
+        assert (await r.visit(key_of(2)))[1] == "created"
+
+
+@in_virtual_time
+async def test_degraded_sessions_are_claimed_where_they_are_when_the_store_returns() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        store.go_away()
+        places = {n: (await r.visit(key_of(n)))[0] for n in range(100)}
+        held, _ = await r.turn(key_of(0))
+        store.return_()
+        await asyncio.sleep(3)
+        assert r.affinity.state is StoreState.UP
+        for n, worker in places.items():
+            claim = await inner.get(key_of(n))
+            assert claim is not None
+            assert claim.value.worker == worker
+        assert held.claim is not None  # the running turn's session as well
+        r.affinity.release(held)
+        assert (await r.visit(key_of(1)))[1] == "cached"
+
+
+@in_virtual_time
+async def test_reconciliation_adopts_what_others_claimed_first() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        store.go_away()
+        worker, _ = await r.visit()
+        other = next(name for name in WORKERS if name != worker)
+        await inner.create_or_get(KEY, ClaimValue(worker=other), TTL)
+        held, _ = await r.turn()
+        store.return_()
+        await asyncio.sleep(3)
+        assert await r.visit() == (other, "cached")
+        r.affinity.release(held)  # of the entry that was replaced
+        assert r.affinity.size == 1
+
+
+@in_virtual_time
+async def test_pending_closes_are_retried_when_the_store_returns() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        entry, _ = await r.turn()
+        store.go_away()
+        entry.closing = True
+        r.affinity.release(entry)
+        await asyncio.sleep(100)
+        assert await inner.get(KEY) is not None
+        store.return_()
+        await asyncio.sleep(2)
+        assert await inner.get(KEY) is None
+
+
+@in_virtual_time
+async def test_read_only_store_still_tells_where_sessions_are() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        await inner.create_or_get(key_of(1), ClaimValue(worker="c"), TTL)
+        store.broken |= {"create": StoreUnavailable("full"), "check": StoreUnavailable("full")}
+        assert (await r.visit(key_of(2)))[1] == "degraded"
+        await asyncio.sleep(1)
+        assert r.affinity.state is StoreState.READ_ONLY
+        assert await r.visit(key_of(1)) == ("c", "stored")
+        creates = store.calls["create"]
+        assert (await r.visit(key_of(3)))[1] == "degraded"
+        assert store.calls["create"] == creates
+        store.go_away()
+        await asyncio.sleep(2)
+        assert r.affinity.state is StoreState.AWAY
+        store.return_()
+        await asyncio.sleep(3)
+        for n in (2, 3):
+            assert await inner.get(key_of(n)) is not None
+
+
+@in_virtual_time
+async def test_each_change_of_the_store_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="coatcheck.affinity")
+    store = scripted()
+    async with running(store) as r:
+        for _ in range(3):
+            store.go_away()
+            await asyncio.gather(*(r.visit(key_of(n)) for n in range(50)))
+            await asyncio.sleep(30)
+            await asyncio.gather(*(r.visit(key_of(n)) for n in range(50)))
+            store.return_()
+            await asyncio.sleep(5)
+        # Away, its watch lost, back: three lines for each outage, whatever the traffic.
+        assert Counter(record.levelname for record in caplog.records) == {"ERROR": 3, "WARNING": 6}
+
+
+@in_virtual_time
+async def test_fault_in_the_stores_check_does_not_end_the_waiting_for_it() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.go_away()
+        store.broken["check"] = ZeroDivisionError
+        await r.visit()
+        await asyncio.sleep(10)
+        store.return_()
+        await asyncio.sleep(3)
+        assert r.affinity.state is StoreState.UP
+
+
+# -- rebinding
+
+
+@in_virtual_time
+async def test_rebind_moves_the_session_once_and_everybody_with_it() -> None:
+    inner = memory()
+    one, two = scripted(inner), scripted(inner)
+    async with running(one, policy=first_of("a")) as r1, running(two, policy=first_of("b"), name="r2") as r2:
+        turns = [await r.turn() for r in (r1, r2) for _ in range(5)]
+        owners = [r1] * 5 + [r2] * 5
+        assert {entry.target.worker.name for entry, _ in turns} == {"a"}
+        lost = frozenset({"a"})
+        moved = await asyncio.gather(
+            *(owner.affinity.rebind(entry, lost) for owner, (entry, _) in zip(owners, turns, strict=True))
+        )
+        assert len({entry.target.worker.name for entry, _ in moved}) == 1
+        assert {how for _, how in moved} == {"rebound"}
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert claim.value.worker == moved[0][0].target.worker.name != "a"
+        assert claim.value.generation == 1
+        assert r1.affinity.active_turns == r2.affinity.active_turns == 5
+        for owner, (entry, _) in zip(owners, moved, strict=True):
+            owner.affinity.release(entry)
+        assert {entry.active for entry, _ in turns} | {entry.active for entry, _ in moved} == {0}
+        assert await r1.visit() == await r2.visit()
+
+
+@in_virtual_time
+async def test_rebind_excludes_every_lost_worker() -> None:
+    inner = memory()
+    async with running(scripted(inner), policy=first_of("a")) as r:
+        entry, _ = await r.turn()
+        entry, _ = await r.affinity.rebind(entry, frozenset({"a"}))
+        second = entry.target.worker.name
+        entry, how = await r.affinity.rebind(entry, frozenset({"a", second}))
+        assert (entry.target.worker.name, how) == (({"b", "c"} - {second}).pop(), "rebound")
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert claim.value.generation == 2
+        with pytest.raises(TurnError) as caught:
+            await r.affinity.rebind(entry, frozenset(WORKERS))
+        assert caught.value.code == "no_worker"
+        assert entry.active == 1  # still the caller's
+        r.affinity.release(entry)
+
+
+@in_virtual_time
+async def test_rebind_that_is_cancelled_leaves_the_hold_with_the_caller() -> None:
+    store = scripted()
+    async with running(store, policy=first_of("a")) as r:
+        entry, _ = await r.turn()
+        for op in ("close", "create"):
+            store.before[op] = asyncio.Event()
+            moving = asyncio.create_task(r.affinity.rebind(entry, frozenset({"a"})))
+            await settle()
+            moving.cancel()
+            await settle()
+            assert moving.cancelled()
+            assert entry.active == 1
+            store.before.clear()
+        assert sum(worker.reserved for worker in r.fleet) == 0
+        r.affinity.release(entry)
+        assert (await r.visit())[1] in ("created", "stored")
+
+
+@in_virtual_time
+async def test_rebind_keeps_the_pending_close() -> None:
+    inner = memory()
+    async with running(scripted(inner), policy=first_of("a")) as r:
+        final, _ = await r.turn()
+        other, _ = await r.turn()
+        final.closing = True
+        r.affinity.release(final)
+        moved, _ = await r.affinity.rebind(other, frozenset({"a"}))
+        assert moved.closing
+        r.affinity.release(moved)
+        await settle()
+        assert await inner.get(KEY) is None
+
+
+@in_virtual_time
+async def test_rebind_without_a_store_is_degraded_and_alike_on_every_replica() -> None:
+    inner = memory()
+    one, two = scripted(inner), scripted(inner)
+    async with running(one, policy=first_of("a")) as r1, running(two, name="r2") as r2:
+        entry1, entry2 = (await r1.turn())[0], (await r2.turn())[0]
+        one.go_away()
+        two.go_away()
+        moved1, how = await r1.affinity.rebind(entry1, frozenset({"a"}))
+        moved2, _ = await r2.affinity.rebind(entry2, frozenset({"a"}))
+        assert how == "degraded"
+        assert moved1.target.worker.name == moved2.target.worker.name != "a"
+        r1.affinity.release(moved1)
+        r2.affinity.release(moved2)
+
+
+@in_virtual_time
+async def test_claim_at_an_unknown_worker_is_replaced() -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await inner.create_or_get(KEY, ClaimValue(worker="gone", generation=3), TTL)
+        worker, how = await r.visit()
+        assert how == "rebound"
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert (claim.value.worker, claim.value.generation) == (worker, 4)
+        assert await r.visit() == (worker, "cached")
+
+
+@in_virtual_time
+async def test_replacing_a_claim_adopts_whoever_was_first() -> None:
+    """Two replicas find the same claim of a worker that is gone."""
+    inner = memory()
+    await inner.create_or_get(KEY, ClaimValue(worker="gone"), TTL)
+    rng = random.Random(3)
+    async with (
+        running(scripted(inner), policy=first_of("a")) as r1,
+        running(scripted(inner), policy=first_of("b")) as r2,
+    ):
+        for r in (r1, r2):
+            r.store.jitter = lambda: rng.random()  # type: ignore[union-attr]
+        (worker1, _), (worker2, _) = await asyncio.gather(r1.visit(), r2.visit())
+        assert worker1 == worker2
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert claim.value.generation == 1
+
+
+@in_virtual_time
+async def test_worker_that_left_the_fleet_is_not_used_from_the_cache() -> None:
+    async with running(scripted(), policy=first_of("a")) as r:
+        await r.visit()
+        r.target("a").worker.known = False
+        assert r.affinity.bind_cached(KEY) is None
+
+
+# -- anything, in any order
+
+
+class _Faults:
+    """One call in ten fails, in each of the ways there are."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def __call__(self, op: str) -> Exception | None:
+        if self._rng.random() > 0.1:
+            return None
+        kinds: list[Exception] = [StoreUnavailable("no"), StoreUnavailable("no")]
+        if op in ("create", "close", "renew"):
+            kinds += [OutcomeUnknown("done"), Undone("not done")]
+        return self._rng.choice(kinds)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@in_virtual_time
+async def test_every_counter_returns_to_zero_after_anything(seed: int) -> None:
+    """Hundreds of turns on three replicas: finals, cancels, lost workers, faults of the store and its watch."""
+    rng = random.Random(seed)
+    inner = MemoryStore(clock=asyncio.get_running_loop().time, mailbox_size=8)
+    stores = [scripted(inner, stamps=bool(seed % 2)) for _ in range(3)]
+    async with contextlib.AsyncExitStack() as stack:
+        replicas = []
+        for n, store in enumerate(stores):
+            store.jitter = lambda: rng.choice([0, 0, rng.random() * 0.05, rng.random() * 2])
+            store.chance = _Faults(rng)
+            replicas.append(
+                await stack.enter_async_context(running(store, name=f"r{n}", capacity=5, ttl=60.0, max_stale=5.0))
+            )
+
+        async def turn(r: Replica, key: str) -> None:
+            await asyncio.sleep(rng.random() * 60)
+            entry, _ = await r.turn(key)
+            try:
+                if rng.random() < 0.2:
+                    lost = frozenset({entry.target.worker.name})
+                    with contextlib.suppress(TurnError):
+                        entry, _ = await r.affinity.rebind(entry, lost)
+                        assert entry.target.worker.name not in lost
+                await asyncio.sleep(rng.random() ** 4 * 100)
+                if rng.random() < 0.3:
+                    entry.closing = True
+                    if entry.active == 1 and rng.random() < 0.7:
+                        await r.affinity.close(entry)
+            finally:
+                r.affinity.release(entry)
+
+        async def trouble() -> None:
+            while True:
+                await asyncio.sleep(rng.random() * 10)
+                store = rng.choice(stores)
+                rng.choice([store.drop_watch, store.go_away, store.return_, functools.partial(store.emit, Reset())])()
+
+        troubling = asyncio.create_task(trouble())
+        turns = [asyncio.create_task(turn(rng.choice(replicas), key_of(rng.randrange(12)))) for _ in range(400)]
+        for task in turns:
+            if rng.random() < 0.3:
+                asyncio.get_running_loop().call_later(rng.random() * 100, task.cancel)
+        results = await asyncio.gather(*turns, return_exceptions=True)
+        troubling.cancel()
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                assert isinstance(result, TurnError), repr(result)
+        for store in stores:
+            store.return_()
+            store.chance = store.jitter = None
+        await asyncio.sleep(200)
+        for r in replicas:
+            r.assert_quiet()
+            assert r.affinity.pending_closes == 0
+            assert r.affinity.size <= 5
+            assert r.affinity.state is StoreState.UP
+        # And the replicas agree again, on every session.
+        for n in range(12):
+            assert len({(await r.visit(key_of(n)))[0] for r in replicas}) == 1

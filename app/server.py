@@ -94,9 +94,10 @@ class Response:
 
     def left(self) -> None:
         """The connection is gone."""
-        if not self._cycle.response_complete:
-            self._cycle.disconnected = True
         left, self._left = self._left, None
+        if self._cycle.response_complete:
+            return  # the client, or we, closed after the answer: nobody left early
+        self._cycle.disconnected = True
         if left is not None:
             left()
 

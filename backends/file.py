@@ -307,6 +307,8 @@ class FileStore:
             except StoreError as error:
                 # Every call tells its caller the same; here it is enough to try again.
                 log.debug("%s: upkeep: %s", self._disk.root, error)
+            except Exception:  # a fault of ours, for the log; without upkeep the folder would grow without bound
+                log.exception("%s: upkeep failed", self._disk.root)
 
     async def _map_stamps(self) -> None:
         mapped = self._page.identity if self._page is not None else None
@@ -822,7 +824,14 @@ class _Disk:
             status = os.fstat(fd)
             if (status.st_dev, status.st_ino) == mapped:
                 return None
-            page = _StampPage(fd, (status.st_dev, status.st_ino))
+            # Mapped through a descriptor for reading: one for writing would forbid to remount the disk read-only.
+            reading = os.open(self._stamps, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if not os.path.samestat(os.fstat(reading), status):
+                    raise _NotYet("the stamp file was replaced")
+                page = _StampPage(reading, (status.st_dev, status.st_ino))
+            finally:
+                os.close(reading)
             if not page.shows_writes(fd):
                 log.warning("%s: mapped files do not show writes here: working without stamps", self.root)
                 self._stamped = False

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from backends import Claim, ClaimStore, ClaimValue, Deleted, Event, Reset
+import pytest
+
+from backends import Claim, ClaimStore, ClaimValue, Deleted, Event, Reset, StoreUnavailable
 
 
 def a_key() -> str:
@@ -52,6 +53,7 @@ class Subscriber:
         self.events: list[Event] = []
         self._store = store
         self._news = asyncio.Event()
+        self._failed = False
         self.task: asyncio.Task[None]
 
     async def __aenter__(self) -> Self:
@@ -64,8 +66,15 @@ class Subscriber:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
+        await asyncio.wait([self.task])
+        if kind is None and not self._failed and not self.task.cancelled():
+            await self.task  # a subscription that failed unasked fails the test
+
+    async def fails(self, within: float = 5.0) -> None:
+        """Waits until it is told that its watch is not alive any more."""
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(asyncio.shield(self.task), within)
+        self._failed = True
 
     async def _listen(self) -> None:
         try:

@@ -2,8 +2,7 @@
 # make test   the tests
 # make check  lint, format, types
 
-PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
-	command -v $(name) >/dev/null && $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $(name))))
+PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -24,9 +23,12 @@ clean:
 	rm -rf .venv .coatcheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
+# The first of these that is new enough.
 $(READY): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "coatcheck needs Python 3.11 or newer; name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	@for python in $(PYTHON) python3.13 python3.12 python3.11; do \
+		$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done; \
+	test -n "$$python" || { echo "coatcheck needs Python 3.11 or newer: make PYTHON=/path/to/python3" >&2; exit 1; }; \
+	echo "Setting up .venv with $$python; this is done once."; \
+	$$python -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test,check]'
 	@touch $@

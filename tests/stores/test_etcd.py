@@ -262,6 +262,24 @@ async def test_a_renewal_never_shortens_what_a_peer_gave(shared: EtcdServer, ope
     assert (await short.renew(claim, 200)).expires_at > claim.expires_at + 100
 
 
+async def test_a_belated_copy_of_a_renewal_does_not_undo_a_later_one(shared: EtcdServer, open_store: Open) -> None:
+    """A renewal that was sent twice may have its first copy still on the way."""
+    store = await open_store(shared.url(fresh_prefix()))
+    claim = (await store.create_or_get("aa", value(), 10)).claim
+    sent: list[Any] = []
+    txn = store._endpoints[0].txn
+
+    def recording(request: Any, **options: Any) -> Any:
+        sent.append(request)
+        return txn(request, **options)
+
+    store._endpoints[0].txn = recording
+    await store.renew(claim, 60)
+    later = await store.renew(claim, 600)
+    await txn(sent[0])
+    assert await store.get("aa") == later
+
+
 async def test_a_lease_revoked_by_hand_is_replaced(shared: EtcdServer, open_store: Open) -> None:
     store = await open_store(shared.url(fresh_prefix()))
     first = (await store.create_or_get("aa", value(), 60)).claim
@@ -718,6 +736,18 @@ async def test_a_stream_that_ends_cleanly_is_a_dead_watch(open_store: Open) -> N
         with pytest.raises(StoreUnavailable):
             await next_event(events)
         assert etcd.metadata[0]["hasleader"] == "true"
+
+
+async def test_a_watch_refused_where_reads_are_allowed_is_a_dead_watch(open_store: Open) -> None:
+    async def script(number: int, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        await anext(requests)
+        yield created(canceled=True, cancel_reason="permission denied", watch_id=-1)
+        async for message in answer_pings(requests):
+            yield message
+
+    async with ScriptedEtcd(script) as etcd:
+        with pytest.raises(StoreUnavailable, match="permission denied"):
+            await next_event((await open_store(etcd.url())).subscribe())
 
 
 async def test_a_watch_cancelled_in_midstream_is_a_dead_watch(open_store: Open) -> None:

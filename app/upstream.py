@@ -230,7 +230,6 @@ class WorkerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses
         self._connected = True
-        self._pool.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connected = False
@@ -401,6 +400,9 @@ class Pool:
             if error.errno in _OUR_FAULT:
                 raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error
             raise ConnectFailed(error.strerror or str(error) or type(error).__name__) from error
+        # Counted only now: uvloop never says connection_lost to one whose making was cancelled after connection_made.
+        if connection._connected:
+            self._all.add(connection)
         return connection
 
     def give(self, connection: WorkerConnection) -> None:
@@ -413,9 +415,6 @@ class Pool:
         self._idle.append(connection)
         if self._reaper is None:
             self._reaper = loop.call_later(self._idle_limit, self._reap, loop)
-
-    def opened(self, connection: WorkerConnection) -> None:
-        self._all.add(connection)
 
     def closed(self, connection: WorkerConnection) -> None:
         self._all.discard(connection)

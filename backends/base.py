@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import enum
 import secrets
+import sys
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -78,7 +79,7 @@ class StoreConfigurationError(ValueError):
     """A store's URL cannot mean anything: raised when a store is opened, never later."""
 
 
-class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
+class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False, gc=False):
     """What is written; JSON with a version. Readers ignore fields they do not know."""
 
     worker: str
@@ -93,8 +94,13 @@ class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False)
     """Recognises our own write after an ambiguous timeout."""
     version: int = 1
 
+    def __post_init__(self) -> None:
+        # A process may hold a million claims that name a few workers and replicas.
+        msgspec.structs.force_setattr(self, "worker", sys.intern(self.worker))
+        msgspec.structs.force_setattr(self, "replica", sys.intern(self.replica))
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True):
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One claim as read from a store."""
 
     key: str

@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check clean
+.PHONY: run test check bench-claims clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -18,6 +18,10 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict app backends mocker
+
+# What a session's claim costs, see benchmarks/README.md; gRPC would remark on each process that is started
+bench-claims: $(READY)
+	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.claims $(if $(QUICK),--quick)
 
 clean:
 	rm -rf .venv .coatcheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -1,0 +1,421 @@
+"""Every way in which a turn fails before its answer begins, and what the client is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import socket
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from app.proxy import Limits
+from backends.base import StoreUnavailable
+from backends.memory import MemoryStore
+from tests.proxy.harness import END, JSON, OK, SESSION, STREAM, bench
+from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, until
+
+Header = tuple[bytes, bytes]
+
+
+def told(client: AsgiClient) -> tuple[int, str, str | None, bytes | None, bytes | None]:
+    """Status, code, param, x-should-retry and retry-after of an answer that must be OpenAI-shaped."""
+    headers = client.headers
+    assert client.complete
+    assert headers[b"content-type"] == b"application/json"
+    assert headers[b"content-length"] == b"%d" % len(client.body)
+    assert headers[b"x-request-id"]
+    assert headers[b"x-coatcheck-affinity"]
+    error = json.loads(client.body)
+    assert error.keys() == {"error"}
+    assert error["error"].keys() == {"message", "type", "param", "code"}
+    assert error["error"]["message"]
+    expected_type = "invalid_request_error" if client.status < 500 else "server_error"
+    assert error["error"]["type"] == expected_type
+    return (
+        client.status,
+        error["error"]["code"],
+        error["error"]["param"],
+        headers.get(b"x-should-retry"),
+        headers.get(b"retry-after"),
+    )
+
+
+BAD_REQUESTS: list[tuple[str, list[Header], bytes, tuple[int, str, str | None]]] = [
+    ("not json", [JSON], b"{", (400, "invalid_json", None)),
+    ("nested without end", [JSON], b'{"x":' + b"[" * 100_000, (400, "invalid_json", None)),
+    ("not utf-8", [JSON], b'{"model":"\xff"}', (400, "invalid_json", None)),
+    ("a list", [JSON], b"[]", (400, "invalid_request", None)),
+    ("model is a number", [JSON], b'{"model":1}', (400, "invalid_request", None)),
+    ("stream is text", [JSON], b'{"stream":"yes"}', (400, "invalid_request", None)),
+    (
+        "session with a space",
+        [(b"x-dynamo-session-id", b"a b")],
+        b"{}",
+        (400, "invalid_session_id", "x-dynamo-session-id"),
+    ),
+    ("session too long", [(b"session-id", b"a" * 257)], b"{}", (400, "invalid_session_id", "session-id")),
+    (
+        "two sessions",
+        [(b"x-dynamo-session-id", b"a"), (b"x-dynamo-session-id", b"b")],
+        b"{}",
+        (400, "invalid_session_id", "x-dynamo-session-id"),
+    ),
+    ("rank alone", [(b"x-dynamo-dp-rank", b"0")], b"{}", (400, "invalid_hint", "X-Dynamo-DP-Rank")),
+    (
+        "rank is text",
+        [(b"x-dynamo-worker-instance-id", b"w0"), (b"x-dynamo-dp-rank", b"-1")],
+        b"{}",
+        (400, "invalid_hint", "X-Dynamo-DP-Rank"),
+    ),
+    (
+        "two workers",
+        [(b"x-dynamo-worker-instance-id", b"w0"), (b"x-dynamo-worker-instance-id", b"w1")],
+        b"{}",
+        (400, "invalid_hint", "x-dynamo-worker-instance-id"),
+    ),
+    (
+        "worker unknown",
+        [(b"x-dynamo-worker-instance-id", b"w9")],
+        b"{}",
+        (400, "unknown_worker", "X-Dynamo-Worker-Instance-ID"),
+    ),
+    (
+        "rank unknown",
+        [(b"x-dynamo-worker-instance-id", b"w0"), (b"x-dynamo-dp-rank", b"3")],
+        b"{}",
+        (400, "unknown_worker", "X-Dynamo-Worker-Instance-ID"),
+    ),
+    ("too large", [], b"x" * 1025, (413, "request_too_large", None)),
+    ("declared too large", [(b"content-length", b"99999999")], b"", (413, "request_too_large", None)),
+]
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "answer"), [case[1:] for case in BAD_REQUESTS], ids=[c[0] for c in BAD_REQUESTS]
+)
+async def test_bad_request(headers: list[Header], body: bytes, answer: tuple[int, str, str | None]) -> None:
+    limits = Limits(body_bytes=1024 if b"[[[" not in body else 1 << 20)
+    worker = ByteWorker(answers(OK))
+    async with bench(worker, limits=limits) as b:
+        client = await b.get(*headers, body=body)
+        assert told(client) == (*answer, None, None)
+        assert b.outcomes() == {"rejected": 1}
+        assert not worker.requests
+
+
+async def test_body_too_large_in_pieces() -> None:
+    async with bench(answers(OK), limits=Limits(body_bytes=1024)) as b:
+        client = await b.get(body=[b"x" * 600, b"x" * 600, b"x" * 600])
+        assert told(client)[:2] == (413, "request_too_large")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_body_of_just_the_cap_is_taken(declared: bool) -> None:
+    headers = [(b"content-length", b"1024")] if declared else []
+    worker = ByteWorker(answers(OK))
+    async with bench(worker, limits=Limits(body_bytes=1024)) as b:
+        client = await b.get(*headers, body=[b"x" * 512, b"y" * 512])
+        assert client.status == 200
+        assert worker.requests[0][1] == b"x" * 512 + b"y" * 512
+
+
+@pytest.mark.parametrize("kind", [b"multipart/form-data; boundary=x", b"text/plain", None])
+async def test_body_that_is_not_said_to_be_json_is_the_workers_business(kind: bytes | None) -> None:
+    async with bench(answers(OK)) as b:
+        client = await b.get(*([(b"content-type", kind)] if kind else []), body=b"--x\r\n")
+        assert client.status == 200
+
+
+@pytest.mark.parametrize("session", [[SESSION], []])
+async def test_no_worker(session: list[Header]) -> None:
+    async with bench() as b:
+        assert told(await b.get(*session)) == (503, "no_worker", None, b"true", b"1")
+        assert b.outcomes() == {"unplaced": 1}
+
+
+async def test_store_unavailable() -> None:
+    store = ScriptedStore(MemoryStore())
+    store.broken["all"] = StoreUnavailable("away")
+    async with bench(answers(OK), store=store, refuse_on_outage=True) as b:
+        assert told(await b.get(SESSION)) == (503, "store_unavailable", None, b"true", b"1")
+        assert (await b.get()).status == 200  # without a session nobody needs the store
+
+
+@contextlib.contextmanager
+def no_file_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    holes = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                holes.append(os.dup(0))
+        yield
+    finally:
+        for hole in holes:
+            os.close(hole)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_overloaded_is_not_the_workers_fault() -> None:
+    async with bench(answers(OK)) as b:
+        with no_file_descriptor_left():
+            client = await b.get(SESSION)
+        assert told(client) == (503, "overloaded", None, b"true", b"1")
+        assert b.worker().available
+        assert (await b.get(SESSION)).headers[b"x-coatcheck-affinity"] == b"cached"
+
+
+@pytest.fixture
+def refused() -> Iterator[str]:
+    """A URL that refuses connections: the port is bound, so that nobody else gets it, and nobody listens."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("session", [[SESSION], []])
+async def test_worker_unreachable(refused: str, session: list[Header]) -> None:
+    async with bench(refused) as b:
+        assert told(await b.get(*session)) == (503, "worker_unreachable", None, b"true", b"1")
+        assert not b.worker().available
+        assert b.outcomes() == {"unplaced": 1}
+
+
+async def test_worker_that_never_finishes_connecting() -> None:
+    """A TLS handshake that is not answered, as the one wait of a connect that can be had at will."""
+
+    async def silent(peer: Peer) -> None:
+        await peer.gone()
+
+    async with ByteWorker(silent) as worker:
+        url = f"https://127.0.0.1:{worker.port}"
+        async with bench(url, connect_limit=0.05, tls=ssl.create_default_context()) as b:
+            assert told(await b.get())[:2] == (503, "worker_unreachable")
+
+
+async def speaks(peer: Peer, response: bytes) -> None:
+    await peer.request()
+    await peer.send(response)
+
+
+BAD_ANSWERS: list[tuple[str, bytes, tuple[int, str, bytes | None]]] = [
+    ("nothing", b"", (502, "worker_reset", None)),
+    ("half a head", b"HTTP/1.1 200 OK\r\ncontent-le", (502, "worker_reset", None)),
+    ("an interim response only", b"HTTP/1.1 100 Continue\r\n\r\n", (502, "worker_reset", None)),
+    ("not http", b"SSH-2.0-OpenSSH_9.2\r\n", (502, "worker_bad_response", b"false")),
+    ("bad header", b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n", (502, "worker_bad_response", b"false")),
+    (
+        "length twice",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        (502, "worker_bad_response", b"false"),
+    ),
+    (
+        "length and chunks",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        (502, "worker_bad_response", b"false"),
+    ),
+    (
+        "switched protocols",
+        b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n",
+        (502, "worker_bad_response", b"false"),
+    ),
+    ("status 600", b"HTTP/1.1 600 What\r\ncontent-length: 0\r\n\r\n", (502, "worker_bad_response", b"false")),
+    (
+        "endless head",
+        b"HTTP/1.1 200 OK\r\n" + b"x-a: " + b"a" * 1000 + b"\r\n" + b"x-b: b\r\n" * 50_000,
+        (502, "worker_bad_response", b"false"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("response", "answer"), [case[1:] for case in BAD_ANSWERS], ids=[c[0] for c in BAD_ANSWERS])
+async def test_bad_answer(response: bytes, answer: tuple[int, str, bytes | None]) -> None:
+    async def script(peer: Peer) -> None:
+        await speaks(peer, response)
+
+    worker = ByteWorker(script)
+    async with bench(worker) as b:
+        client = await b.get(SESSION)
+        status, code, param, should_retry, retry_after = told(client)
+        assert (status, code, should_retry) == answer
+        assert (param, retry_after) == (None, None)
+        assert client.headers[b"x-coatcheck-worker"] == b"w0"
+        assert b.outcomes() == {"worker_error": 1}
+        assert worker.connections == 1  # it may have run: not tried again
+        assert await b.claim() is not None
+
+
+async def test_worker_reset_by_force() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        peer.reset()
+
+    async with bench(script) as b:
+        assert told(await b.get())[:2] == (502, "worker_reset")
+
+
+@pytest.mark.parametrize("limits", [Limits(first_byte=0.05), Limits(total=0.05)])
+@pytest.mark.parametrize("before", [b"", b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 2"])
+async def test_worker_timeout(limits: Limits, before: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await speaks(peer, before)
+        await peer.gone()
+
+    async with bench(script, limits=limits) as b:
+        assert told(await b.get(SESSION)) == (504, "worker_timeout", None, b"false", None)
+        assert b.worker().available  # slow is not lost
+
+
+async def test_internal_error(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_: object) -> Any:
+        raise ZeroDivisionError
+
+    async with bench(answers(OK), policy=broken) as b:
+        assert told(await b.get(SESSION))[:2] == (500, "internal_error")
+        assert told(await b.get())[:2] == (500, "internal_error")
+        assert b.outcomes() == {"failed": 2}
+    caplog.clear()
+
+
+# -- after the head: inside the stream, or a cut
+
+
+@pytest.fixture
+async def cut_stream() -> AsyncIterator[ByteWorker]:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + b"8\r\ndata: a\n\r\n")
+
+    async with ByteWorker(script) as worker:
+        yield worker
+
+
+def last_event(client: AsgiClient) -> dict[str, Any]:
+    *_, event, rest = client.body.split(b"\n\n")
+    assert rest == b""
+    assert event.startswith(b"data: ")
+    error = json.loads(event[6:])
+    assert error["error"].keys() == {"message", "type", "param", "code"}
+    return error["error"]  # type: ignore[no-any-return]
+
+
+async def test_broken_stream_says_so_and_does_not_end(cut_stream: ByteWorker) -> None:
+    async with bench(cut_stream) as b:
+        client = await b.get(SESSION)
+        assert client.status == 200
+        assert not client.complete
+        assert last_event(client)["code"] == "worker_stream_broken"
+        assert client.body.startswith(b"data: a\n\n")  # the event that was cut is ended first
+        assert b.outcomes() == {"broken": 1}
+
+
+@pytest.mark.parametrize("limits", [Limits(idle=0.05), Limits(total=0.1)])
+async def test_stalled_stream(limits: Limits) -> None:
+    async def script(peer: Peer) -> None:
+        await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\n")
+        await peer.gone()
+
+    async with bench(script, limits=limits) as b:
+        client = await b.get()
+        assert last_event(client)["code"] == "worker_stalled"
+        assert not client.complete
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-type: application/json\r\ncontent-length: 100\r\n",
+        b"content-type: application/json\r\ntransfer-encoding: chunked\r\n",
+        b"content-type: text/event-stream\r\ncontent-length: 100\r\n",
+        b"content-type: text/event-stream\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n",
+    ],
+)
+async def test_what_is_no_plain_event_stream_is_only_cut(head: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await speaks(peer, b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + b"5\r\n")
+
+    async with bench(script) as b:
+        client = await b.get()
+        assert not client.complete
+        assert client.body in (b"", b"5\r\n")
+        assert b.outcomes() == {"broken": 1}
+
+
+async def test_garbage_inside_the_body_breaks_the_stream() -> None:
+    async def script(peer: Peer) -> None:
+        await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\nnot a chunk\r\n")
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = await b.get()
+        assert last_event(client)["code"] == "worker_stream_broken"
+        assert not client.complete
+
+
+async def test_close_delimited_answer_that_is_reset_is_broken() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n", b"{}")
+        await until(lambda: client.sent)
+        peer.reset()
+
+    async with bench(script) as b:
+        client = b.request().start()
+        await client.finish()
+        assert not client.complete
+
+
+# -- faults of the server around us
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
+@pytest.mark.parametrize("suspended", [False, True])
+async def test_send_that_fails_ends_the_turn(fails_at: int, suspended: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM, b"9\r\ndata: a\n\n\r\n", END)
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = b.request(SESSION)
+
+        async def failing(_: object) -> None:
+            if len(client.sent) == fails_at:
+                if suspended:
+                    await asyncio.sleep(0.001)
+                raise OSError("the server's own trouble")
+
+        client.on_send = failing
+        with pytest.raises(OSError, match="own trouble"):
+            await client.finish()
+        assert b.outcomes() == {"failed": 1}
+        await b.rest()
+    caplog.clear()
+
+
+async def test_receive_that_fails_counts_as_leaving(caplog: pytest.LogCaptureFixture) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = b.request()
+        original = client.receive
+
+        async def receive() -> dict[str, Any]:
+            if client._messages:
+                return await original()
+            await asyncio.sleep(0.01)
+            raise OSError("no")
+
+        await asyncio.wait_for(b.proxy(client.scope, receive, client.send), 5)
+        assert b.outcomes() == {"aborted": 1}
+    caplog.clear()

@@ -230,7 +230,7 @@ class Turn:
             if entry is not None:
                 self._bound((entry, "cached" if entry.claim is not None else "degraded"))
             else:
-                self._bound(await self._unless_gone(self._proxy.affinity.bind(key, hint), self._unbind))
+                await self._claimed(self._proxy.affinity.bind(key, hint), self._unbind)
             if hint is not None and hint is not self._target:
                 proxy.metrics.hints_overridden.inc()
         proxy.metrics.affinity.cells[self._how,] += 1
@@ -374,7 +374,7 @@ class Turn:
             if self._entry is None:
                 self._target = self._place(lost)
                 return
-            self._bound(await self._unless_gone(self._proxy.affinity.rebind(self._entry, lost), self._bound))
+            await self._claimed(self._proxy.affinity.rebind(self._entry, lost), self._bound)
         except TurnError as none_left:
             raise TurnError("worker_unreachable", f"no worker can be reached ({error})") from none_left
         proxy.metrics.affinity.cells[self._how,] += 1
@@ -388,6 +388,17 @@ class Turn:
     def _bound(self, bound: tuple[Entry, str]) -> None:
         self._entry, self._how = bound
         self._target = self._entry.target
+
+    async def _claimed(
+        self, work: Coroutine[Any, Any, tuple[Entry, str]], undo: Callable[[tuple[Entry, str]], object]
+    ) -> None:
+        """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody
+        waited for would be closed by nobody."""
+        if self._final:
+            self._bound(await work)
+            self._check_client()
+        else:
+            self._bound(await self._unless_gone(work, undo))
 
     def _unbind(self, bound: tuple[Entry, str]) -> None:
         self._proxy.affinity.release(bound[0])

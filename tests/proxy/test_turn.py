@@ -1,0 +1,1198 @@
+"""A turn that works, one that is tried again, one whose client is slow or leaves, and the end of a session: exact
+messages in, exact bytes out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import ssl
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from app.proxy import Limits
+from app.workers import Target
+from backends.base import OutcomeUnknown, StoreUnavailable
+from backends.memory import MemoryStore
+from tests.proxy.harness import DONE, END, FINAL, JSON, OK, SESSION, STREAM, bench, chunk
+from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, until
+
+MIB = 1 << 20
+
+
+def lines(head: bytes) -> list[bytes]:
+    return head.split(b"\r\n")
+
+
+# -- what travels
+
+
+async def test_request_and_answer_travel_untouched() -> None:
+    body = b'{ "model" : "m",\n "messages":[ ] , "x": 1e400}'
+    answer = b'{"a" :  1}'
+    worker = ByteWorker(answers(b"HTTP/1.1 201 Fine\r\nContent-Type: a/b\r\nContent-Length: 10\r\n\r\n" + answer))
+    async with bench(worker) as b:
+        client = await b.get(JSON, (b"authorization", b"Bearer k"), body=body, query=b"a=1&b=%20")
+        assert (client.status, client.body) == (201, answer)
+        head, sent = worker.requests[0]
+        assert sent == body
+        assert lines(head) == [
+            b"POST /v1/chat/completions?a=1&b=%20 HTTP/1.1",
+            b"host: 127.0.0.1:%d" % worker.port,
+            b"content-type: application/json",
+            b"authorization: Bearer k",
+            b"x-request-id: " + client.headers[b"x-request-id"],
+            b"content-length: %d" % len(body),
+            b"",
+            b"",
+        ]
+        assert client.headers == {
+            b"content-type": b"a/b",
+            b"content-length": b"10",
+            b"x-coatcheck-affinity": b"none",
+            b"x-coatcheck-worker": b"w0",
+            b"x-request-id": client.headers[b"x-request-id"],
+        }
+        assert b.outcomes() == {"completed": 1}
+
+
+async def test_request_id_is_kept_or_made() -> None:
+    worker = ByteWorker(answers(OK.replace(b"\r\n\r\n", b"\r\nx-request-id: the worker's\r\n\r\n", 1)))
+    async with bench(worker) as b:
+        for given in (b"mine", b"a" * 128):
+            client = await b.get((b"x-request-id", given))
+            assert client.headers[b"x-request-id"] == given
+            assert b"x-request-id: " + given in lines(worker.requests[-1][0])
+        made = set()
+        for unusable in (None, b"", b"a" * 129, b"\xff"):
+            client = await b.get(*([] if unusable is None else [(b"x-request-id", unusable)]))
+            made.add(client.headers[b"x-request-id"])
+            assert [line for line in lines(worker.requests[-1][0]) if line.startswith(b"x-request-id")] == [
+                b"x-request-id: " + client.headers[b"x-request-id"]
+            ]
+        assert len(made) == 4
+
+
+async def test_headers_of_one_connection_end_here() -> None:
+    worker = ByteWorker(
+        answers(
+            b"HTTP/1.1 200 OK\r\nconnection: x-hop\r\nx-hop: 1\r\nkeep-alive: 5\r\nx-coatcheck-worker: lie\r\n"
+            b"x-kept: 1\r\ncontent-length: 2\r\n\r\n{}"
+        )
+    )
+    async with bench(worker) as b:
+        client = await b.get(
+            (b"connection", b"close, X-One"),
+            (b"x-one", b"1"),
+            (b"connection", b"x-two"),
+            (b"x-two", b"2"),
+            (b"x-three", b"3"),
+            (b"te", b"trailers"),
+            (b"transfer-encoding", b"chunked"),
+            (b"proxy-authorization", b"secret"),
+            (b"expect", b"100-continue"),
+        )
+        names = {line.partition(b":")[0] for line in lines(worker.requests[0][0])[1:]}
+        assert names == {b"", b"host", b"x-three", b"x-request-id", b"content-length"}
+        assert b"x-hop" not in client.headers
+        assert b"keep-alive" not in client.headers
+        assert client.headers[b"x-kept"] == b"1"
+        assert client.headers[b"x-coatcheck-worker"] == b"w0"
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "given", "length"),
+    [
+        ("GET", b"", [], None),
+        ("GET", b"", [(b"content-length", b"0")], b"0"),
+        ("DELETE", b"", [], None),
+        ("POST", b"", [], b"0"),
+        ("PUT", b"ab", [], b"2"),
+        ("DELETE", b"ab", [], b"2"),
+    ],
+)
+async def test_length_of_the_request(
+    method: str, body: bytes, given: list[tuple[bytes, bytes]], length: bytes | None
+) -> None:
+    worker = ByteWorker(answers(OK))
+    async with bench(worker) as b:
+        assert (await b.get(*given, method=method, body=body)).status == 200
+        found = [line for line in lines(worker.requests[0][0]) if line.startswith(b"content-length")]
+        assert found == ([] if length is None else [b"content-length: " + length])
+
+
+async def test_rank_of_the_target_is_told() -> None:
+    worker = ByteWorker(answers(OK))
+    async with bench(worker) as b:
+        b.worker().targets = (Target(b.worker(), 0), Target(b.worker(), 1))
+        hints = ((b"x-dynamo-worker-instance-id", b"w0"), (b"x-dynamo-dp-rank", b"0"))
+        client = await b.get(SESSION, *hints)
+        assert client.headers[b"x-coatcheck-rank"] == b"0"
+        assert b"x-data-parallel-rank: 0" in lines(worker.requests[0][0])
+        client = await b.get(SESSION, hints[0], (b"x-dynamo-dp-rank", b"1"))
+        assert client.headers[b"x-coatcheck-rank"] == b"0"  # the claim is stronger
+        assert b.metrics.hints_overridden.cells[()] == 1
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        b"HTTP/1.1 204 No Content\r\n\r\n",
+        b"HTTP/1.1 204 No Content\r\ncontent-length: 5\r\n\r\n",
+        b"HTTP/1.1 304 Not Modified\r\ncontent-length: 5\r\n\r\n",
+    ],
+)
+async def test_answers_without_a_body(response: bytes) -> None:
+    worker = ByteWorker(answers(response))
+    async with bench(worker) as b:
+        for _ in range(2):
+            client = await b.get(method="GET", body=b"")
+            assert (client.body, client.complete) == (b"", True)
+            assert b"content-length" not in client.headers
+        assert worker.connections == 1
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 1000\r\n", b"transfer-encoding: chunked\r\n", b"", b"content-length: 0\r\n"]
+)
+async def test_head_ends_at_the_head(framing: bytes) -> None:
+    worker = ByteWorker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))
+    async with bench(worker) as b:
+        client = await b.get(method="HEAD", body=b"")
+        assert (client.status, client.body, client.complete) == (200, b"", True)
+        assert client.headers.get(b"content-length") == (framing[16:-2] if framing.startswith(b"c") else None)
+
+
+async def test_connection_goes_on_after_head() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        await peer.request()
+        await peer.send(OK)
+        await peer.gone()
+
+    worker = ByteWorker(script)
+    async with bench(worker) as b:
+        await b.get(method="HEAD", body=b"")
+        assert (await b.get()).body == b"{}"
+        assert worker.connections == 1
+
+
+async def test_answer_to_head_with_a_body_costs_the_connection() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500)
+        await peer.gone()
+
+    worker = ByteWorker(script, answers(OK))
+    async with bench(worker) as b:
+        assert (await b.get(method="HEAD", body=b"")).complete
+        assert (await b.get()).body == b"{}"
+        assert worker.connections == 2
+
+
+async def test_interim_responses_and_trailers_end_here() -> None:
+    async def script(peer: Peer) -> None:
+        while True:
+            await peer.request()
+            await peer.send(
+                b"HTTP/1.1 100 Continue\r\n\r\n",
+                b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\ncontent-length: 7\r\n\r\n",
+                b"HTTP/1.1 200 OK\r\ntrailer: x-t\r\ntransfer-encoding: chunked\r\nx-a: 1\r\n\r\n",
+                chunk(b"abc") + b"0\r\nx-t: 1\r\nx-request-id: 2\r\n\r\n",
+            )
+
+    worker = ByteWorker(script)
+    async with bench(worker) as b:
+        for _ in range(2):
+            client = await b.get()
+            assert (client.status, client.body, client.complete) == (200, b"abc", True)
+            assert client.headers.keys() == {b"x-a", b"x-request-id", b"x-coatcheck-affinity", b"x-coatcheck-worker"}
+        assert worker.connections == 1
+
+
+async def test_interim_and_final_response_in_one_segment() -> None:
+    worker = ByteWorker(answers(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + OK))
+    async with bench(worker) as b:
+        assert (await b.get()).body == b"{}"
+        assert (await b.get()).body == b"{}"
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n"])
+@pytest.mark.parametrize("coding", [b"", b"transfer-encoding: gzip\r\n"])
+async def test_close_delimited_answer_is_complete(head: bytes, coding: bytes) -> None:
+    if coding and b"1.0" in head:
+        return
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(head + coding + b"\r\n", b"ab", b"cd")
+
+    async with bench(script) as b:
+        client = await b.get()
+        assert (client.body, client.complete) == (b"abcd", True)
+        assert b.outcomes() == {"completed": 1}
+
+
+async def test_close_delimited_answer_that_is_there_before_it_is_relayed() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\n\r\nabcd")
+
+    async with bench(script) as b:
+        client = b.request()
+        client.stall()  # the head is not taken before the worker has closed
+        client.start()
+        await until(lambda: client.stalled)
+        await until(lambda: b.worker().pool.open == 0)
+        client.resume()
+        await client.finish()
+        assert (client.body, client.complete) == (b"abcd", True)
+
+
+async def test_connection_that_the_worker_will_close_is_not_reused() -> None:
+    worker = ByteWorker(answers(OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)))
+    async with bench(worker) as b:
+        for _ in range(3):
+            assert (await b.get()).complete
+        assert worker.connections == 3
+        assert b.worker().pool.idle == 0
+
+
+@pytest.mark.parametrize("extra", [OK, b"x", b"\r\n\r\nHTTP/1.1 500 Oops\r\n\r\n"])
+@pytest.mark.parametrize("later", [False, True])
+async def test_more_than_one_answer_costs_the_connection(extra: bytes, later: bool) -> None:
+    """A second answer must never be taken for that of the next request."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(*((OK, extra) if later else (OK + extra,)))
+        await peer.gone()
+
+    worker = ByteWorker(script, answers(OK.replace(b"{}", b"[]")))
+    async with bench(worker) as b:
+        client = await b.get()
+        assert (client.status, client.body) == (200, b"{}")
+        await until(lambda: b.worker().pool.open == 0)
+        assert (await b.get()).body == b"[]"
+
+
+async def test_answer_before_the_request_was_sent() -> None:
+    """An early 4xx: the connection still has our bytes in it and is not used again."""
+
+    async def script(peer: Peer) -> None:
+        await peer.head()
+        await peer.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
+        await until(lambda: client.complete)
+
+    worker = ByteWorker(script, answers(OK))
+    async with bench(worker) as b:
+        client = b.request(body=b"x" * (32 * MIB)).start()
+        await client.finish()
+        assert (client.status, client.body) == (413, b"{}")
+        assert (await b.get()).status == 200
+        assert worker.connections == 2
+        assert b.outcomes() == {"client_error": 1, "completed": 1}
+
+
+async def test_big_bodies_both_ways() -> None:
+    body = bytes(range(256)) * (4 * 1024 * 20)
+    answer = body[::-1]
+
+    async def script(peer: Peer) -> None:
+        _, sent = await peer.request()
+        assert sent == body
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = await b.get(body=[body[:MIB], body[MIB:]])
+        assert client.body == answer
+
+
+async def test_huge_headers_are_passed_on() -> None:
+    value = b"a" * 60_000
+    worker = ByteWorker(answers(b"HTTP/1.1 200 OK\r\nx-big: " + value + b"\r\ncontent-length: 0\r\n\r\n"))
+    async with bench(worker) as b:
+        client = await b.get((b"x-mine", value))
+        assert client.headers[b"x-big"] == value
+        assert b"x-mine: " + value in lines(worker.requests[0][0])
+
+
+async def test_coded_bodies_are_not_looked_into() -> None:
+    worker = ByteWorker(answers(OK))
+    async with bench(worker) as b:
+        body = gzip.compress(b"{}")
+        client = await b.get(JSON, (b"content-encoding", b"gzip"), body=body)
+        assert client.status == 200
+        assert worker.requests[0][1] == body
+
+
+@pytest.mark.parametrize("size", [1, 3, 7])
+async def test_answer_in_the_smallest_pieces(size: int) -> None:
+    wire = STREAM + chunk(b"data: a\n\n") + chunk(DONE) + END
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(*(wire[at : at + size] for at in range(0, len(wire), size)))
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = await b.get(SESSION)
+        assert (client.body, client.complete) == (b"data: a\n\n" + DONE, True)
+
+
+# -- tried again
+
+
+async def test_stale_connection_is_tried_once_more_at_the_same_worker() -> None:
+    async def once(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK)
+        await peer.request()  # and closes without a byte: as a server whose idle limit has just passed
+
+    worker = ByteWorker(once, answers(OK))
+    async with bench(worker) as b:
+        await b.get(SESSION)
+        client = await b.get(SESSION)
+        assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"cached")
+        assert worker.connections == 2
+        assert b.metrics.retries.cells == {("stale_connection",): 1}
+
+
+async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None:
+    """Three idle connections that all went stale cost one retry, not three."""
+    gate = asyncio.Event()
+
+    async def once(peer: Peer) -> None:
+        await peer.request()
+        await gate.wait()
+        await peer.send(OK)
+        await peer.request()
+
+    worker = ByteWorker(once, once, once, answers(OK))
+    async with bench(worker) as b:
+        clients = [b.request().start() for _ in range(3)]
+        await until(lambda: len(worker.requests) == 3)
+        gate.set()
+        for client in clients:
+            await client.finish()
+        assert b.worker().pool.idle == 3
+        assert (await b.get()).status == 200
+        assert worker.connections == 4
+        assert b.metrics.retries.cells == {("stale_connection",): 1}
+
+
+async def test_fresh_connection_that_closes_is_not_tried_again() -> None:
+    async def once(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK)
+        await peer.request()
+
+    async def never(peer: Peer) -> None:
+        await peer.request()
+
+    worker = ByteWorker(once, never)
+    async with bench(worker) as b:
+        await b.get()
+        assert (await b.get()).status == 502
+        assert worker.connections == 2
+
+
+async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK)
+        await peer.request()
+        await peer.send(b"H")
+
+    worker = ByteWorker(script)
+    async with bench(worker) as b:
+        await b.get()
+        assert (await b.get()).status == 502
+        assert len(worker.requests) == 2
+
+
+async def test_idle_connection_closed_by_the_worker_leaves_the_pool() -> None:
+    async def once(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(OK)
+
+    worker = ByteWorker(once)
+    async with bench(worker) as b:
+        for _ in range(3):
+            assert (await b.get()).status == 200
+            await until(lambda: b.worker().pool.idle == 0)
+        assert not b.metrics.retries.cells
+
+
+async def test_idle_connections_are_reaped_oldest_first() -> None:
+    gate = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await gate.wait()
+        while True:
+            await peer.send(OK)
+            await peer.request()
+
+    async with bench(script, idle_limit=0.2) as b:
+        pool = b.worker().pool
+        clients = [b.request().start() for _ in range(3)]
+        await until(lambda: pool.open == 3)
+        gate.set()
+        for client in clients:
+            await client.finish()
+        assert pool.idle == 3
+        # One of them is kept busy; the others go although it comes back again and again.
+        while pool.idle > 1:
+            await b.get()
+            await asyncio.sleep(0.01)
+        await until(lambda: pool.open <= 1)  # what was reaped closes in the loop's next step
+        await until(lambda: pool.open == 0)
+
+
+def first(candidates: Any) -> Any:
+    return candidates[0]
+
+
+async def test_unreachable_worker_is_left_for_another() -> None:
+    async with ByteWorker(answers(OK)) as dead:
+        url = f"http://127.0.0.1:{dead.port}"
+    async with bench(url, ByteWorker(answers(OK)), policy=first) as b:
+        client = await b.get(SESSION, FINAL)
+        assert (client.status, client.headers[b"x-coatcheck-worker"]) == (200, b"w1")
+        assert client.headers[b"x-coatcheck-affinity"] == b"rebound"
+        assert await b.claim() is None  # the final turn closed the claim that it had moved to
+        client = await b.get()
+        assert (client.status, client.headers[b"x-coatcheck-worker"]) == (200, b"w1")
+        assert b.metrics.retries.cells[("worker_unreachable",)] == 1  # the second turn knew
+
+
+async def test_turn_without_a_session_moves_too() -> None:
+    async with ByteWorker(answers(OK)) as dead:
+        url = f"http://127.0.0.1:{dead.port}"
+    async with bench(url, ByteWorker(answers(OK)), policy=first) as b:
+        client = await b.get()
+        assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"none")
+
+
+async def test_lost_worker_moves_the_session_without_an_error() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        second = await stack.enter_async_context(ByteWorker(answers(OK)))
+        async with ByteWorker(answers(OK)) as lost:
+            urls = [f"http://127.0.0.1:{worker.port}" for worker in (lost, second)]
+            b = await stack.enter_async_context(bench(*urls, policy=first))
+            assert (await b.get(SESSION)).headers[b"x-coatcheck-worker"] == b"w0"
+        clients = [b.request(SESSION).start() for _ in range(20)]
+        for client in clients:
+            await client.finish()
+        assert {client.status for client in clients} == {200}
+        assert {client.headers[b"x-coatcheck-worker"] for client in clients} == {b"w1"}
+        claim = await b.claim()
+        assert (claim.value.worker, claim.value.generation) == ("w1", 1)
+
+
+# -- a client that is slow
+
+
+def drip(total: int, piece: int) -> Callable[[Peer], Any]:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        for number in range(total // piece):
+            await peer.send(bytes([number % 251]) * piece)
+        await peer.gone()
+
+    return script
+
+
+def dripped(total: int, piece: int) -> bytes:
+    return b"".join(bytes([number % 251]) * piece for number in range(total // piece))
+
+
+async def test_slow_client_stops_the_worker_and_loses_nothing() -> None:
+    total, piece = 32 * MIB, 65536
+    sent = 0
+
+    async def script(peer: Peer) -> None:
+        nonlocal sent
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        for number in range(total // piece):
+            await peer.send(bytes([number % 251]) * piece)
+            sent += piece
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = b.request().start()
+        await until(lambda: client.body)
+        client.stall()
+        await until(lambda: client.stalled)
+        before = -1
+        while before != sent:  # until the kernel's buffers are full
+            before = sent
+            await asyncio.sleep(0.05)
+        assert sent < total
+        assert client.stalled == 1  # one piece waits; the rest is with the worker
+        for _ in range(5):  # and again and again
+            client.resume()
+            await asyncio.sleep(0)
+            client.stall()
+            await asyncio.sleep(0.002)
+        client.resume()
+        await client.finish()
+        assert client.body == dripped(total, piece)
+        assert client.complete
+        assert b.outcomes() == {"completed": 1}
+
+
+async def test_every_piece_stalls_for_a_moment() -> None:
+    """Each send suspends: bare yields and futures alike."""
+    total, piece = MIB, 4096
+    async with bench(drip(total, piece)) as b:
+        client = b.request()
+        count = 0
+
+        async def pause(_: object) -> None:
+            nonlocal count
+            count += 1
+            await asyncio.sleep(0 if count % 2 else 0.0005)
+
+        client.on_send = pause
+        await client.finish()
+        assert client.body == dripped(total, piece)
+        assert client.complete
+
+
+async def test_failure_while_the_client_is_slow_comes_after_what_was_sent() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await until(lambda: client.stalled)
+        peer.reset()
+
+    async with bench(script) as b:
+        client = b.request(SESSION)
+
+        async def stall_at_the_body(message: dict[str, Any]) -> None:
+            if len(client.sent) == 1:
+                client.stalled += 1
+                await until(lambda: go_on)
+                client.stalled -= 1
+
+        go_on = False
+        client.on_send = stall_at_the_body
+        client.start()
+        await until(lambda: client.stalled)
+        await asyncio.sleep(0.02)
+        assert client.task is not None
+        assert not client.task.done()
+        go_on = True
+        await client.finish()
+        assert client.body.startswith(b"data: a\n\n")
+        assert b"worker_stream_broken" in client.body
+        assert not client.complete
+        assert b.outcomes() == {"broken": 1}
+
+
+@pytest.mark.parametrize("limits", [Limits(idle=0.03), Limits(first_byte=0.03)])
+async def test_slow_client_is_not_the_workers_silence(limits: Limits) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await until(lambda: going_on)
+        await peer.send(chunk(DONE) + END)
+        await peer.gone()
+
+    going_on = False
+    async with bench(script, limits=limits) as b:
+        client = b.request()
+
+        async def slow(message: dict[str, Any]) -> None:
+            if len(client.sent) == 1:
+                await asyncio.sleep(0.2)
+
+        client.on_send = slow
+        client.start()
+        await until(lambda: len(client.sent) == 2)
+        going_on = True
+        await client.finish()
+        assert client.complete
+
+
+async def test_client_leaves_while_it_is_slow() -> None:
+    async with bench(drip(32 * MIB, 65536)) as b:
+        client = b.request(SESSION).start()
+        await until(lambda: client.body)
+        client.stall()
+        await until(lambda: client.stalled)
+        client.leave()
+        await client.finish()
+        assert b.outcomes() == {"aborted": 1}
+        assert not client.complete
+
+
+# -- a client that leaves
+
+
+async def hangs(peer: Peer) -> None:
+    await peer.request()
+    await peer.gone()
+
+
+async def hangs_after_head(peer: Peer) -> None:
+    await peer.request()
+    await peer.send(STREAM)
+    await peer.gone()
+
+
+async def hangs_in_stream(peer: Peer) -> None:
+    await peer.request()
+    await peer.send(STREAM + chunk(b"data: a\n\n"))
+    await peer.gone()
+
+
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("script", [hangs, hangs_after_head, hangs_in_stream])
+async def test_client_leaves_while_the_worker_works(script: Callable[[Peer], Any], final: bool) -> None:
+    cut = asyncio.Event()
+
+    async def watched(peer: Peer) -> None:
+        await script(peer)
+        cut.set()
+
+    worker = ByteWorker(watched)
+    async with bench(worker) as b:
+        client = b.request(SESSION, *([FINAL] if final else [])).start()
+        wanted = {hangs: 0, hangs_after_head: 1, hangs_in_stream: 2}[script]  # type: ignore[index]
+        await until(lambda: worker.requests and len(client.sent) == wanted)
+        client.leave()
+        await client.finish()
+        await asyncio.wait_for(cut.wait(), 5)
+        assert b.outcomes() == {"aborted": 1}
+        assert b.worker().available
+        await until(lambda: not b.affinity.pending_closes)
+        assert (await b.claim() is None) is final
+        assert len(client.sent) == wanted
+
+
+async def test_client_leaves_while_sending_its_body() -> None:
+    worker = ByteWorker(answers(OK))
+    async with bench(worker) as b:
+        client = b.request(SESSION, body=b"{", ends=False).start()
+        await asyncio.sleep(0)
+        client.leave()
+        await client.finish()
+        assert b.outcomes() == {"aborted": 1}
+        assert not worker.connections
+        assert not client.sent
+
+
+async def test_client_that_left_before_the_worker_was_asked() -> None:
+    """It is gone when its request has been read, and known sessions need no wait in which that would show."""
+    worker = ByteWorker(answers(OK))
+    async with bench(worker) as b:
+        await b.get(SESSION)
+        client = b.request(SESSION)
+        client.left = True
+        await client.finish()
+        assert b.outcomes() == {"completed": 1, "aborted": 1}
+        assert len(worker.requests) == 1
+
+
+@pytest.mark.parametrize("done", [False, True])
+async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
+    """Before the store has created the claim, or after, with the reply on its way."""
+    store = ScriptedStore(MemoryStore())
+    worker = ByteWorker(answers(OK))
+    gate = asyncio.Event()
+    (store.after if done else store.before)["create"] = gate
+    async with bench(worker, store=store) as b:
+        clients = [b.request(SESSION).start() for _ in range(3)]
+        await until(lambda: store.calls["create"])
+        for client in clients:
+            client.leave()
+        for client in clients:
+            await client.finish()
+        assert b.outcomes() == {"aborted": 3}
+        assert not worker.connections
+        gate.set()
+        assert (await b.get(SESSION)).status == 200
+
+
+async def test_client_leaves_while_a_connection_is_made() -> None:
+    async def silent(peer: Peer) -> None:
+        await peer.gone()
+
+    async with (
+        ByteWorker(silent) as worker,
+        bench(f"https://127.0.0.1:{worker.port}", tls=ssl.create_default_context()) as b,
+    ):
+        client = b.request(SESSION).start()
+        await until(lambda: worker.connections)
+        assert b.worker().in_flight == 1
+        client.leave()
+        await client.finish()
+        assert b.outcomes() == {"aborted": 1}
+        assert b.worker().available
+
+
+async def test_client_leaves_in_the_step_in_which_the_answer_comes() -> None:
+    """At each moment of a turn's life, counted in steps of the loop."""
+    for steps in range(40):
+        worker = ByteWorker(answers(STREAM + chunk(DONE) + END))
+        async with bench(worker) as b:
+            client = b.request(SESSION, FINAL).start()
+            await until(lambda w=worker: w.requests)  # type: ignore[misc]
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            client.leave()
+            await client.finish()
+            assert sum(b.outcomes().values()) == 1
+            await until(lambda bb=b: not bb.affinity.pending_closes)  # type: ignore[misc]
+            assert await b.claim() is None
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50])
+async def test_turn_is_cancelled_at_any_moment(steps: int) -> None:
+    """As uvicorn does with turns that outlive the shutdown's limit."""
+    store = ScriptedStore(MemoryStore())
+    store.jitter = lambda: 0
+    worker = ByteWorker(answers(STREAM + chunk(b"data: a\n\n")))
+    async with bench(worker, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        assert client.task is not None
+        client.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await client.task
+        await until(lambda: not b.affinity.pending_closes)
+
+
+async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_same_step() -> None:
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["create"] = asyncio.Event()
+    async with bench(answers(OK), store=store) as b:
+        client = b.request(SESSION).start()
+        await until(lambda: store.calls["create"])
+        [turn] = b.proxy._running
+        assert turn._pending is not None
+        assert client.task is not None
+        turn._pending.add_done_callback(lambda _: client.task.cancel())  # type: ignore[union-attr]
+        gate.set()
+        with pytest.raises(asyncio.CancelledError):
+            await client.task
+
+
+# -- the end of a session
+
+
+async def final_turn(
+    script: Callable[[Peer], Any], check: Callable[[AsgiClient, ScriptedStore, Any], Any], **settings: Any
+) -> None:
+    """Runs a final turn whose close is held, calls `check` once the close is asked for, and lets it be done."""
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(script, store=store, **settings) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        await asyncio.sleep(0.005)
+        await check(client, store, b)
+        gate.set()
+        await client.finish()
+        assert client.complete
+        assert await b.claim() is None
+
+
+@pytest.mark.parametrize("more", [True, False])
+async def test_done_marker_waits_for_the_close(more: bool) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"), chunk(DONE) + (b"" if more else END))
+        if more:
+            await until(lambda: seen)
+            await peer.send(END)
+        await peer.gone()
+
+    seen: list[bytes] = []
+
+    async def check(client: AsgiClient, store: ScriptedStore, b: Any) -> None:
+        seen.append(client.body)
+        assert await b.claim() is not None
+
+    await final_turn(script, check)
+    assert seen == [b"data: a\n\n"]
+
+
+async def split_at(at: int, wire: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(wire[:at]))
+        await until(lambda: client.body or store.calls["close"])
+        await peer.send(chunk(wire[at:]) + END)
+        await peer.gone()
+
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(script, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        assert b"[DONE]" not in client.body
+        gate.set()
+        await client.finish()
+        assert (client.body, client.complete) == (wire, True)
+
+
+@pytest.mark.parametrize("marker", [b"data: [DONE]", b"data:[DONE]"])
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+async def test_marker_split_anywhere_is_held(marker: bytes, newline: bytes) -> None:
+    wire = b"data: a" + newline * 2 + marker + newline * 2
+    for at in range(1, len(wire)):
+        await split_at(at, wire)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+    ],
+)
+async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(wire + b"ab")
+        await until(lambda: client_body())
+        await peer.send(b"cd" + (b"\r\n0\r\n\r\n" if b"chunked" in wire else b""))
+        if wire[-4:] != b"\r\n\r\n" or b"length" in wire:
+            await peer.gone()
+
+    clients: list[AsgiClient] = []
+
+    def client_body() -> bytes:
+        return clients[0].body
+
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(script, store=store) as b:
+        clients.append(b.request(SESSION, FINAL).start())
+        await until(lambda: store.calls["close"])
+        await asyncio.sleep(0.005)
+        assert not clients[0].complete
+        gate.set()
+        await clients[0].finish()
+        assert (clients[0].body, clients[0].complete) == (b"abcd", True)
+
+
+async def test_answer_without_body_waits_for_the_close() -> None:
+    async def check(client: AsgiClient, store: ScriptedStore, b: Any) -> None:
+        assert not client.complete
+
+    await final_turn(answers(b"HTTP/1.1 204 No Content\r\n\r\n"), check)
+
+
+async def test_error_event_waits_for_the_close() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(script, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        await asyncio.sleep(0.005)
+        assert client.body == b"data: a\n\n"
+        gate.set()
+        await client.finish()
+        assert b"worker_stream_broken" in client.body
+        assert await b.claim() is None
+
+
+async def test_close_that_hangs_holds_the_end_only_so_long() -> None:
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(answers(STREAM + chunk(DONE) + END), store=store, close_limit=0.05) as b:
+        client = await b.get(SESSION, FINAL)
+        assert (client.body, client.complete) == (DONE, True)
+        assert b.affinity.pending_closes == 1
+        gate.set()
+        await until(lambda: not b.affinity.pending_closes)
+        assert await b.claim() is None
+
+
+@pytest.mark.parametrize("fault", [StoreUnavailable("no"), OutcomeUnknown("late")])
+async def test_close_that_fails_is_tried_on(fault: Exception) -> None:
+    store = ScriptedStore(MemoryStore())
+    store.next_faults["close"] = deque([fault])
+    async with bench(answers(OK), store=store) as b:
+        client = await b.get(SESSION, FINAL)
+        assert client.complete
+        assert await b.claim() is None
+
+
+@pytest.mark.parametrize(
+    ("status", "kept"),
+    [(s, False) for s in (200, 204, 400, 401, 404, 413, 422)]
+    + [(s, True) for s in (408, 409, 425, 429, 500, 502, 503, 529)],
+)
+async def test_which_answers_end_a_session(status: int, kept: bool) -> None:
+    async with bench(answers(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % status)) as b:
+        await b.get(SESSION)
+        client = await b.get(SESSION, FINAL)
+        assert client.status == status
+        assert (await b.claim() is not None) is kept
+
+
+@pytest.mark.parametrize("script", [hangs, answers(b"garbage\r\n\r\n")])
+async def test_no_answer_keeps_the_session(script: Callable[[Peer], Any]) -> None:
+    async with bench(script, limits=Limits(first_byte=0.03)) as b:
+        assert (await b.get(SESSION, FINAL)).status in (502, 504)
+        assert await b.claim() is not None
+
+
+async def test_bad_request_keeps_the_session() -> None:
+    """It was never this session's turn: nothing was bound."""
+    async with bench(answers(OK)) as b:
+        await b.get(SESSION)
+        assert (await b.get(SESSION, FINAL, JSON, body=b"{")).status == 400
+        assert await b.claim() is not None
+
+
+async def test_last_turn_out_closes_before_its_own_end() -> None:
+    store = ScriptedStore(MemoryStore())
+    go: dict[int, asyncio.Event] = {1: asyncio.Event(), 2: asyncio.Event()}
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        mine = go[worker.connections]
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await mine.wait()
+        await peer.send(chunk(DONE) + END)
+        await peer.gone()
+
+    worker = ByteWorker(script)
+    async with bench(worker, store=store) as b:
+        final = b.request(SESSION, FINAL).start()
+        await until(lambda: final.body)
+        other = b.request(SESSION).start()
+        await until(lambda: other.body)
+        go[1].set()
+        await final.finish()
+        assert final.complete
+        assert await b.claim() is not None  # the other one is still here
+        gate = store.before["close"] = asyncio.Event()
+        go[2].set()
+        await until(lambda: store.calls["close"])
+        await asyncio.sleep(0.005)
+        assert other.body == b"data: a\n\n"
+        gate.set()
+        await other.finish()
+        assert other.complete
+        assert await b.claim() is None
+
+
+async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None:
+    """The first hold of the end finds another turn; when that is gone the end is held, closed and sent all the same."""
+    go_on = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(DONE))
+        await go_on.wait()
+        await peer.send(END)
+        await peer.gone()
+
+    async with bench(script) as b:
+        client = b.request(SESSION, FINAL)
+        joined: list[Any] = []
+        original = b.proxy.affinity.release
+        client.start()
+        await until(lambda: b.proxy._running)
+        [turn] = b.proxy._running
+        hold = turn._hold
+
+        def hold_and_join(data: bytes, end: bool) -> bool:
+            held = hold(data, end)
+            if held and not joined:
+                joined.append(b.affinity.bind_cached(b.hasher.key(b"", SESSION[1])))
+            return held
+
+        turn._hold = hold_and_join  # type: ignore[method-assign]
+        await until(lambda: client.body == DONE)
+        assert not client.complete
+        original(joined[0])
+        go_on.set()
+        await client.finish()
+        assert client.complete
+        assert await b.claim() is None
+
+
+async def test_data_that_comes_while_the_claim_is_closed_stays_in_order() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n" + DONE))
+        await until(lambda: store.calls["close"])
+        await peer.send(chunk(b": more\n\n"), chunk(b": and more\n\n"), END)
+        await peer.gone()
+
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(script, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        await asyncio.sleep(0.02)
+        assert client.body == b""
+        gate.set()
+        await client.finish()
+        assert client.body == b"data: a\n\n" + DONE + b": more\n\n: and more\n\n"
+        assert client.complete
+
+
+async def test_failure_while_the_claim_is_closed() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n" + DONE))
+        await until(lambda: store.calls["close"])
+        peer.reset()
+
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(script, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        await until(lambda: b.worker().pool.open == 0)
+        gate.set()
+        await client.finish()
+        assert client.body.startswith(b"data: a\n\n" + DONE)
+        assert not client.complete
+
+
+@pytest.mark.parametrize("slow", [False, True])
+async def test_client_leaves_while_its_claim_is_closed(slow: bool) -> None:
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+    async with bench(answers(STREAM + chunk(DONE) + END), store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        if slow:
+            client.stall()
+            gate.set()
+            await until(lambda: client.stalled)
+        client.leave()
+        gate.set()
+        await client.finish()
+        # A plain ASGI server is not asked any more whether the client is there once it has been given the end.
+        assert b.outcomes() == {"completed" if slow else "aborted": 1}
+        assert await b.claim() is None
+
+
+async def test_slow_client_gets_the_held_end() -> None:
+    store = ScriptedStore(MemoryStore())
+    gate = store.before["close"] = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(DONE))
+        await until(lambda: client.stalled)
+        await peer.send(chunk(b": tail\n\n") + END)
+        await peer.gone()
+
+    async with bench(script, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["close"])
+        client.stall()
+        gate.set()
+        await until(lambda: client.stalled)
+        await asyncio.sleep(0.01)
+        client.resume()
+        await client.finish()
+        assert (client.body, client.complete) == (DONE + b": tail\n\n", True)
+
+
+# -- sessions through the proxy
+
+
+async def test_what_the_affinity_header_says() -> None:
+    store = ScriptedStore(MemoryStore())
+    async with bench(answers(OK), answers(OK), store=store) as b:
+
+        async def how(*headers: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+            client = await b.get(*headers)
+            return client.headers[b"x-coatcheck-affinity"], client.headers[b"x-coatcheck-worker"]
+
+        assert (await how())[0] == b"none"
+        outcome, worker = await how(SESSION)
+        assert outcome == b"created"
+        assert await how(SESSION) == (b"cached", worker)
+        store.drop_watch()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert await how(SESSION) == (b"stored", worker)
+        store.go_away()
+        outcome, worker = await how((b"session-id", b"other"))
+        assert outcome == b"degraded"
+        assert await how((b"session-id", b"other")) == (b"degraded", worker)
+        counted = b.metrics.affinity.cells
+        assert counted == {
+            ("none",): 1,
+            ("created",): 1,
+            ("cached",): 1,
+            ("stored",): 1,
+            ("degraded",): 2,
+            ("rebound",): 0,
+        }
+
+
+async def test_hint_without_a_session_places_the_turn() -> None:
+    async with bench(answers(OK), answers(OK)) as b:
+        for name in (b"w1", b"w0", b"w1"):
+            client = await b.get((b"x-dynamo-worker-instance-id", name))
+            assert client.headers[b"x-coatcheck-worker"] == name
+
+
+async def test_many_turns_of_everything_leave_nothing() -> None:
+    """Two hundred turns of ten sessions at two workers that misbehave in turns; clients that leave."""
+    count = 0
+
+    async def moody(peer: Peer) -> None:
+        nonlocal count
+        while True:
+            await peer.request()
+            count += 1
+            match count % 7:
+                case 0:
+                    return
+                case 1:
+                    await peer.send(STREAM + chunk(b"data: a\n\n"))
+                    return
+                case 2:
+                    await peer.send(STREAM + chunk(b"data: a\n\n"), chunk(DONE), END)
+                case 3:
+                    peer.reset()
+                    return
+                case 4:
+                    await peer.send(b"HTTP/1.1 429 No\r\ncontent-length: 0\r\n\r\n")
+                case _:
+                    await peer.send(OK)
+
+    async with bench(moody, moody) as b:
+        clients = []
+        for number in range(200):
+            headers = [(b"session-id", b"s%d" % (number % 10))] + ([FINAL] if number % 5 == 0 else [])
+            clients.append(b.request(*headers).start())
+            if number % 3 == 0:
+                clients[number // 2].leave()
+            await asyncio.sleep(0)
+        for client in clients:
+            await client.finish()
+        assert sum(b.outcomes().values()) == 200
+        await until(lambda: not b.affinity.pending_closes)

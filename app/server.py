@@ -7,6 +7,7 @@ uvicorn's parser, pipelining and flow control stay. What differs, and why:
 - a body to an HTTP/1.0 client is ended by closing, never chunked, which such a client cannot read (RFC 9112 7.1);
 - a response that its worker did not complete is cut without the noise of a fault of the application;
 - a request that is not HTTP gets an error of OpenAI's shape;
+- an offer to change the protocol (h2c, WebSocket) is declined and its request served, body and all;
 - a turn may ask to be called when its client leaves (`coatcheck.on_disconnect` in the scope), which spares it a pending
   `receive()`, and is also told when another request was pipelined behind it.
 The proxy itself stays plain ASGI and runs under any server.
@@ -20,6 +21,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.errors import TurnError, error_response
@@ -51,6 +53,29 @@ class ClientProtocol(HttpToolsProtocol):
             self._serving = cycle = Response(cycle, self.loop)  # type: ignore[assignment]  # all that is used of one
         super()._start_asgi_task(cycle, app)
 
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                self._decline_upgrade()
+            except httptools.HttpParserError:
+                self.send_400_response("")
+                return
+
+    def _decline_upgrade(self) -> None:
+        """Go on as if the request had offered no other protocol (RFC 9110 7.8), as Java's client does in every one.
+        httptools takes the head for the whole message then, and the body for something else."""
+        framing = [
+            b"%b: %b\r\n" % pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")
+        ]
+        if framing and not self.cycle.response_complete:
+            self.cycle.more_body = True
+            self.parser = _parser_in_body(self, b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
+
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         if self._serving is not None:
@@ -62,6 +87,26 @@ class ClientProtocol(HttpToolsProtocol):
         lines = [b"%b: %b\r\n" % pair for pair in headers]
         self.transport.write(b"".join([_STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()
+
+
+def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
+    """A parser that tells `protocol` what comes after `head`, and nothing of `head` itself."""
+
+    class Callbacks:
+        in_head = True
+
+        def __getattr__(self, name: str) -> Any:
+            told = getattr(protocol, name)
+            if name == "on_message_complete":
+                return told  # of a body of no bytes the head is the end
+            return lambda *args: None if self.in_head else told(*args)
+
+    callbacks = Callbacks()
+    parser = httptools.HttpRequestParser(callbacks)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    parser.feed_data(head)
+    callbacks.in_head = False
+    return parser
 
 
 def client_protocol(proxied: Callable[[str], bool]) -> type[ClientProtocol]:

@@ -1,0 +1,526 @@
+"""The client's side on real sockets: uvicorn with our protocol and response writer, and the bytes a client sees."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import uvicorn
+
+from app.proxy import Limits
+from app.server import client_protocol
+from tests.proxy.harness import DONE, END, FINAL, OK, SESSION, STREAM, Bench, bench, chunk
+from tests.support.fakes import ByteWorker, Peer, Script, answers, until
+
+POST = b"POST /v1/x HTTP/1.1\r\nhost: r\r\n"
+
+
+def post(*headers: bytes, body: bytes = b"{}", version: bytes = b"1.1") -> bytes:
+    lines = [POST.replace(b"1.1", version), *(line + b"\r\n" for line in headers)]
+    return b"".join([*lines, b"content-length: %d\r\n\r\n" % len(body), body])
+
+
+class Socket:
+    """A client's socket: what is read is kept."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def ask(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def rest(self) -> bytes:
+        """Until the other side closes."""
+        return await asyncio.wait_for(self.reader.read(), 10)
+
+    async def head(self) -> tuple[bytes, dict[bytes, bytes]]:
+        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        first, *lines = raw[:-4].split(b"\r\n")
+        pairs = [tuple(line.split(b": ", 1)) for line in lines]
+        assert len(dict(pairs)) == len(pairs)  # type: ignore[arg-type]
+        return first, dict(pairs)  # type: ignore[arg-type]
+
+    async def exactly(self, size: int) -> bytes:
+        return await asyncio.wait_for(self.reader.readexactly(size), 10)
+
+    async def chunked(self) -> bytes:
+        body = b""
+        while True:
+            size = int(await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 10), 16)
+            body += (await self.exactly(size + 2))[:-2]
+            if not size:
+                return body
+
+    async def answer(self) -> tuple[bytes, bytes]:
+        """Status line and body of one answer that is not ended by closing."""
+        first, headers = await self.head()
+        if headers.get(b"transfer-encoding") == b"chunked":
+            return first, await self.chunked()
+        return first, await self.exactly(int(headers[b"content-length"]))
+
+    async def closed(self) -> bool:
+        return await self.rest() == b""
+
+
+class Router:
+    """A bench behind uvicorn."""
+
+    def __init__(self, b: Bench, server: uvicorn.Server, port: int) -> None:
+        self.bench, self.server, self.port = b, server, port
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self, receive_buffer: int = 0) -> Socket:
+        raw = socket.socket()
+        raw.setblocking(False)
+        if receive_buffer:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await asyncio.get_running_loop().sock_connect(raw, ("127.0.0.1", self.port))
+        reader, writer = await asyncio.open_connection(sock=raw, limit=2048 if receive_buffer else 1 << 16)
+        self.writers.append(writer)
+        return Socket(reader, writer)
+
+
+@contextlib.asynccontextmanager
+async def serving(*scripts: Script | ByteWorker, grace: int = 5, **settings: Any) -> AsyncIterator[Router]:
+    async with bench(*scripts, **settings) as b:
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"].startswith("/v1/"):
+                await b.proxy(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+            await send({"type": "http.response.body", "body": b"own"})
+
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=client_protocol(lambda path: path.startswith("/v1/")),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                timeout_graceful_shutdown=grace,
+            )
+        )
+        # Not serve(): that takes the process's signal handlers.
+        running = asyncio.create_task(server._serve([listener]))
+        await until(lambda: server.started)
+        router = Router(b, server, listener.getsockname()[1])
+        try:
+            yield router
+        finally:
+            for writer in router.writers:
+                writer.close()
+                with contextlib.suppress(OSError):
+                    await writer.wait_closed()
+            server.should_exit = True
+            await running
+            listener.close()
+
+
+# -- how an answer is written
+
+
+async def test_answer_of_known_length_is_one_write() -> None:
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        await client.ask(post())
+        first = await asyncio.wait_for(client.reader.read(65536), 10)
+        assert first.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert first.endswith(b"\r\n\r\n{}")  # head and body came in one segment
+        assert b"transfer-encoding" not in first
+
+
+async def test_head_of_a_stream_does_not_wait_for_its_first_piece() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM)
+        await gate.wait()
+        await peer.send(chunk(b"data: a\n\n"), chunk(DONE), END)
+        await peer.gone()
+
+    gate = asyncio.Event()
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post())
+        status, headers = await client.head()
+        assert (status, headers[b"transfer-encoding"]) == (b"HTTP/1.1 200 OK", b"chunked")
+        gate.set()
+        assert await client.chunked() == b"data: a\n\n" + DONE
+
+
+async def test_connection_is_kept_for_further_requests() -> None:
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        for _ in range(5):
+            await client.ask(post())
+            assert await client.answer() == (b"HTTP/1.1 200 OK", b"{}")
+        assert r.bench.outcomes() == {"completed": 5}
+
+
+async def test_client_that_wants_to_close_gets_its_answer_and_is_no_aborted_turn() -> None:
+    worker = ByteWorker(answers(OK))
+    async with serving(worker) as r:
+        for _ in range(5):
+            client = await r.connect()
+            await client.ask(post(b"connection: close"))
+            raw = await client.rest()
+            assert b"\r\nconnection: close\r\n" in raw
+            assert raw.endswith(b"\r\n\r\n{}")
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"completed": 5}
+        assert worker.connections == 1  # the worker's connection was not cut with the client's
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_http_1_0_client_gets_a_body_ended_by_closing(stream: bool) -> None:
+    response = STREAM + chunk(b"data: a\n\n") + chunk(DONE) + END if stream else OK
+    async with serving(answers(response)) as r:
+        client = await r.connect()
+        await client.ask(post(b"connection: keep-alive", version=b"1.0"))
+        head, body = (await client.rest()).split(b"\r\n\r\n", 1)
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body == (b"data: a\n\n" + DONE if stream else b"{}")
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async def script(peer: Peer) -> None:
+        while True:
+            _, body = await peer.request()
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    async with serving(script) as r:
+        client = await r.connect()
+        own = b"GET /own HTTP/1.1\r\nhost: r\r\n\r\n"
+        await client.ask(post(body=b'"1"') + own + post(body=b'"2"') + post(body=b'"3"'))
+        bodies = [(await client.answer())[1] for _ in range(4)]
+        assert bodies == [b'"1"', b"own", b'"2"', b'"3"']
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 7\r\n", b"transfer-encoding: chunked\r\n"])
+async def test_head_has_no_body_and_the_connection_goes_on(framing: bytes) -> None:
+    async with serving(ByteWorker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))) as r:
+        client = await r.connect()
+        for _ in range(2):
+            await client.ask(b"HEAD /v1/x HTTP/1.1\r\nhost: r\r\n\r\n")
+            _, headers = await client.head()
+            assert headers.get(b"content-length") == (b"7" if b"length" in framing else None)
+            assert b"transfer-encoding" not in headers
+
+
+@pytest.mark.parametrize("status", [204, 304])
+async def test_answer_without_a_body_and_the_connection_goes_on(status: int) -> None:
+    async with serving(answers(b"HTTP/1.1 %d X\r\n\r\n" % status)) as r:
+        client = await r.connect()
+        for _ in range(2):
+            await client.ask(post())
+            first, headers = await client.head()
+            assert first.startswith(b"HTTP/1.1 %d " % status)
+            assert not headers.keys() & {b"content-length", b"transfer-encoding"}
+
+
+@pytest.mark.parametrize("status", [299, 418, 529, 599])
+async def test_any_status_is_passed_on(status: int) -> None:
+    async with serving(answers(b"HTTP/1.1 %d X\r\ncontent-length: 0\r\n\r\n" % status)) as r:
+        client = await r.connect()
+        await client.ask(post())
+        assert (await client.answer())[0].startswith(b"HTTP/1.1 %d " % status)
+
+
+async def test_expect_100_continue() -> None:
+    worker = ByteWorker(answers(OK))
+    async with serving(worker) as r:
+        client = await r.connect()
+        await client.ask(POST + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n")
+        assert (await client.head())[0] == b"HTTP/1.1 100 Continue"
+        await client.ask(b"{}")
+        assert (await client.answer())[1] == b"{}"
+        assert b"expect" not in worker.requests[0][0]
+
+
+async def test_chunked_request_is_sent_on_with_a_length() -> None:
+    worker = ByteWorker(answers(OK))
+    async with serving(worker) as r:
+        client = await r.connect()
+        await client.ask(POST + b"transfer-encoding: chunked\r\n\r\n")
+        for piece in (b'{"a":', b"1}"):
+            await client.ask(chunk(piece))
+            await asyncio.sleep(0.005)
+        await client.ask(b"0\r\nx-trailer: 1\r\n\r\n")
+        assert (await client.answer())[1] == b"{}"
+        head, body = worker.requests[0]
+        assert body == b'{"a":1}'
+        assert b"\r\ncontent-length: 7\r\n" in head
+        assert b"chunked" not in head
+
+
+OFFER = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABkAARAAAAA")
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("body", [b"", b'{"a":1}', b"x" * 300_000])
+async def test_offered_upgrade_is_declined_and_the_body_kept(body: bytes, split: bool) -> None:
+    """Java's client offers h2c in every request."""
+    worker = ByteWorker(answers(OK))
+    async with serving(worker) as r:
+        client = await r.connect()
+        for _ in range(2):
+            head, sent = post(*OFFER, body=body).split(b"\r\n\r\n", 1)
+            await client.ask(head + b"\r\n\r\n")
+            if split:
+                await asyncio.sleep(0.01)
+            await client.ask(sent)
+            assert (await client.answer())[1] == b"{}"
+        assert [body for _, body in worker.requests] == [body] * 2
+        assert b"upgrade" not in worker.requests[0][0].lower()
+        assert worker.connections == 1
+
+
+async def test_offered_upgrade_of_chunked_and_of_pipelined_requests() -> None:
+    worker = ByteWorker(answers(OK))
+    async with serving(worker) as r:
+        client = await r.connect()
+        chunked = (
+            POST + b"\r\n".join((*OFFER, b"transfer-encoding: chunked", b"", b"")) + chunk(b"12") + chunk(b"3") + END
+        )
+        websocket = b"GET /v1/x HTTP/1.1\r\nhost: r\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+        await client.ask(chunked + post(body=b"4") + websocket + post(*OFFER, body=b"5") + chunked)
+        for _ in range(5):
+            assert (await client.answer())[1] == b"{}"
+        assert [body for _, body in worker.requests] == [b"123", b"4", b"", b"5", b"123"]
+
+
+# -- what is not complete
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_cut_answer_has_no_end_and_makes_no_noise(stream: bool) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        if stream:
+            await peer.send(STREAM + chunk(b"data: a\n\n"))
+        else:
+            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n12345")
+
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post())
+        raw = await client.rest()
+        assert not raw.endswith(END)
+        assert raw.endswith(b"12345") or b"worker_stream_broken" in raw
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"broken": 1}
+        # That nothing of it is logged as a fault of ours is checked after each test (conftest.py).
+
+
+async def test_answer_cut_before_its_first_byte_still_shows_its_head() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n")
+
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post())
+        raw = await client.rest()
+        assert raw.startswith(b"HTTP/1.1 200 OK\r\n")
+        assert raw.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "request_", [b"nonsense\r\n\r\n", b"GET /v1/x HTTP/9.9\r\n\r\n", b"POST /v1/x HTTP/1.1\r\na b\r\n\r\n"]
+)
+async def test_what_is_not_http_gets_an_openai_error(request_: bytes) -> None:
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        await client.ask(request_)
+        head, body = (await client.rest()).split(b"\r\n\r\n", 1)
+        assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+        assert b"connection: close" in head
+        assert b"content-length: %d" % len(body) in head
+        error = json.loads(body)["error"]
+        assert (error["code"], error["type"]) == ("invalid_request", "invalid_request_error")
+
+
+async def test_too_large_request_is_answered_while_it_is_being_sent() -> None:
+    async with serving(answers(OK), limits=Limits(body_bytes=1024)) as r:
+        client = await r.connect()
+        await client.ask(POST + b"content-length: 100000\r\n\r\n" + b"x" * 1000)
+        first, body = await client.answer()
+        assert first.startswith(b"HTTP/1.1 413 ")
+        assert json.loads(body)["error"]["code"] == "request_too_large"
+
+
+# -- clients that leave or are slow
+
+
+async def test_client_that_leaves_cuts_the_worker() -> None:
+    cut = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await peer.gone()
+        cut.set()
+
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post(b"x-dynamo-session-id: s1", b"x-dynamo-session-final: 1"))
+        await client.reader.readuntil(b"data: a")
+        client.writer.transport.abort()
+        await asyncio.wait_for(cut.wait(), 5)
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"aborted": 1}
+        await until(lambda: not r.bench.affinity.pending_closes)
+        assert await r.bench.claim() is None
+
+
+async def test_client_that_leaves_before_the_head_cuts_the_worker() -> None:
+    cut = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        asked.set()
+        await peer.gone()
+        cut.set()
+
+    asked = asyncio.Event()
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post())
+        await asyncio.wait_for(asked.wait(), 5)
+        client.writer.close()
+        await asyncio.wait_for(cut.wait(), 5)
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"aborted": 1}
+
+
+async def test_client_that_leaves_with_its_next_request_sent_already() -> None:
+    """Reading is paused for a pipelined request; leaving is noticed all the same, at the latest with the next write."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                await peer.send(chunk(b"data: a\n\n"))
+                await asyncio.sleep(0.01)
+
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post() + post())
+        await client.reader.readuntil(b"data: a")
+        client.writer.transport.abort()
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"aborted": 1}
+
+
+async def test_slow_client_stops_the_worker() -> None:
+    total = 32 << 20
+    sent = 0
+
+    async def script(peer: Peer) -> None:
+        nonlocal sent
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
+        while sent < total:
+            await peer.send(bytes([(sent >> 16) % 251]) * 65536)
+            sent += 65536
+        await peer.gone()
+
+    async with serving(script) as r:
+        client = await r.connect(receive_buffer=4096)
+        await client.ask(post())
+        await client.head()
+        before = -1
+        while before != sent:
+            before = sent
+            await asyncio.sleep(0.05)
+        assert sent < total / 2
+        for number in range(total >> 16):
+            assert await client.exactly(65536) == bytes([number % 251]) * 65536
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"completed": 1}
+
+
+async def test_slow_client_that_leaves() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM)
+        while True:
+            await peer.send(chunk(b"x" * 65536))
+
+    async with serving(script) as r:
+        client = await r.connect(receive_buffer=4096)
+        await client.ask(post(b"x-dynamo-session-id: s1"))
+        await client.head()
+        await until(lambda: any(turn._stalled for turn in r.bench.proxy._running))
+        client.writer.transport.abort()
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"aborted": 1}
+
+
+# -- shutdown
+
+
+async def test_shutdown_lets_running_turns_end() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await gate.wait()
+        await peer.send(chunk(DONE) + END)
+        await peer.gone()
+
+    gate = asyncio.Event()
+    async with serving(script) as r:
+        idle, busy = await r.connect(), await r.connect()
+        await busy.ask(post())
+        await busy.reader.readuntil(b"data: a")
+        r.server.should_exit = True
+        assert await idle.closed()
+        gate.set()
+        assert (await busy.rest()).endswith(END)  # and it closes the connection after that
+        assert r.bench.outcomes() == {"completed": 1}
+
+
+async def test_shutdown_cuts_turns_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:
+    cut = asyncio.Event()
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await peer.gone()
+        cut.set()
+
+    async with serving(script, grace=0) as r:
+        client = await r.connect()
+        await client.ask(post(b"x-dynamo-session-id: s1"))
+        await client.reader.readuntil(b"data: a")
+        r.server.should_exit = True
+        assert not (await client.rest()).endswith(END)
+        await asyncio.wait_for(cut.wait(), 5)
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.worker().in_flight == 0
+    # uvicorn calls turns that it has cut itself errors; app/serve.py filters that.
+    caplog.clear()
+
+
+async def test_final_turn_end_to_end() -> None:
+    async with serving(answers(STREAM + chunk(b"data: a\n\n") + chunk(DONE) + END)) as r:
+        client = await r.connect()
+        head = [b"%b: %b" % pair for pair in (SESSION, FINAL)]
+        await client.ask(post(head[0]))
+        assert (await client.answer())[1].endswith(DONE)
+        assert await r.bench.claim() is not None
+        await client.ask(post(*head))
+        assert (await client.answer())[1].endswith(DONE)
+        assert await r.bench.claim() is None

@@ -1,0 +1,33 @@
+"""`python -m tests.e2e.history`: a long run; a table at the end; exit code 1 when something was not legal."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+
+from tests.e2e.history.checker import Rules
+from tests.e2e.history.run import run_in_rounds, summary
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.e2e.history", description=__doc__)
+    parser.add_argument("--store", choices=["file", "etcd"], default="file")
+    parser.add_argument("--seconds", type=float, default=60.0, help="in all, about (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=None, help="of load and faults (default: by chance)")
+    parser.add_argument("--round", type=float, default=100.0, help="seconds of one round (default: %(default)s)")
+    parser.add_argument("--ttl", type=float, default=None, help="seconds (default: 3 and 40, in turn)")
+    parser.add_argument("--max-stale", type=float, default=4.0, help="seconds (default: %(default)s)")
+    args = parser.parse_args()
+    seed = random.randrange(1_000_000) if args.seed is None else args.seed
+    # Short-lived claims show what expires, long-lived ones what is kept for too long.
+    ttls = [3.0, 40.0] if args.ttl is None else [args.ttl]
+    rules = [Rules(store=args.store, ttl=ttl, max_stale=args.max_stale) for ttl in ttls]
+    print(f"store {args.store}, seed {seed}", flush=True)
+    reports = run_in_rounds(rules, seconds=args.seconds, round_s=args.round, seed=seed)
+    print(summary(reports))
+    return 0 if all(report.ok for report in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,782 @@
+"""Decides whether a history of turns under faults was a legal one.
+
+A history is three logs, all in unix seconds of one machine: what each client sent and saw (`Sent`), what each worker
+served (`Served`, the only truth about where a turn ran), and what the nemesis did (`Fault`). It is checked as one
+checks a register for linearizability (Wing and Gong 1993; Lowe's just-in-time search): the register of a session holds
+the worker that its claim names, and there must be an order of all its turns, each at one instant inside its own window,
+in which the worker changes only where something had released the claim.
+
+**A turn's instant** lies between the moment when what it relied on was true and the moment its worker began to serve
+it. It relied on the store as it was
+
+- at its own start, when it was `created`, `stored` or `rebound`: the router has then asked the store since. Turns that
+  look together on one replica share one look, so a `stored` turn may count from the start of the first of an unbroken
+  row of such looks there;
+- at its start less `Rules.news` when it was `cached` (or the client never saw the head): deletions take that long to
+  reach a replica. Where closes leave stamps (files) this holds only for claims that the nemesis took away by hand;
+- at the start of a fault under which the replica may not hear of a close: the store's outage; the replica's own
+  freezing; a frozen member of the store, but only for `Rules.silence` (a watch that is silent for longer has to be
+  given up); a claim file that was replaced by hand, but only for `Rules.max_stale`;
+- at the start of the first of an unbroken row of turns of its session on its replica, at its worker, if a final turn is
+  among them: a pending close lets further turns join.
+
+Each is as short as the design promises and no shorter, so a replica that goes on to rely on what was is caught.
+
+**What releases a claim**, when, of which worker; once, unless said otherwise:
+
+- *final*: a final turn, of the worker that served it, from the end at the worker to the end as the client saw it. Later
+  only if the answer was cut off, or did not wait for the close: because other turns of the session still ran on that
+  replica, or the close took longer than the deadline. Then also while the replica was frozen or the store away, but
+  never after the replica was killed. A final turn that was answered 5xx releases nothing;
+- *expiry*: from one TTL after the last turn that surely renewed the claim. One does unless its replica was killed or
+  frozen, or its store was away, meanwhile; or unless it began so late that the claim may have ended under its hands. A
+  `created` claim lives one TTL whatever happens to its replica;
+- *worker lost*: as often as there are sessions, from the kill until the worker serves again;
+- *by hand*: the nemesis removed or garbled the claim. If it *replaced* it, the register has the new value from then on.
+
+Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
+here. Turns that the router calls `degraded` were placed without the store: they are left out of the register, but each
+must lie in an outage that the nemesis made.
+
+A `created` turn needs a release even if it came to the same worker again. What was excused by what is counted in
+`Verdict.changes`, so that a rule that excuses too much is seen.
+
+The other rules: no claim outlives its TTL (`check_idle`); a final turn has closed when the client has seen its end
+(`check_finals`); no turn is lost, run twice, or said to be where it was not (`check_turns`). That nothing is left at
+the end is for the run to check: it needs the processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+ANY = "*"
+"""Any worker."""
+EDGE = 0.25
+"""Seconds by which clocks of two processes may be apart: a time is taken a moment after what it is the time of, and a
+busy machine makes that moment long."""
+EARLY = 0.3
+"""Seconds that a renewal may be older than the end of the turn that made it."""
+RECOVERY = 3.0
+"""Seconds after an outage until every replica has noticed its end and claimed what it had placed meanwhile."""
+CLOSE_BACKOFF = 6.0
+"""Seconds after an outage until a close that failed in it has been tried again."""
+GRACE = 1.0
+"""Seconds for which a file store leaves an unreadable claim alone."""
+LEFT = "left at [DONE]"
+"""The note of a turn whose client did not wait for the end of the body: its worker may call it aborted."""
+SEARCH_LIMIT = 200_000
+"""States to look at in one session."""
+
+
+# --- what is known ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True, slots=True)
+class Sent:
+    """One turn as its client saw it."""
+
+    id: str
+    session: str
+    replica: str
+    start: float
+    head: float | None = None
+    """When the response's head came."""
+    end: float = math.inf
+    """When the answer was complete (for a stream: at `[DONE]`), or the client knew that it would not be, or left."""
+    final: bool = False
+    stream: bool = False
+    status: int | None = None
+    affinity: str | None = None
+    worker: str | None = None
+    """As the response says."""
+    outcome: str = "completed"
+    """completed | aborted (the client left on purpose) | refused (no connection) | cut (no clean end) | error (a status
+    of 400 or more) | broken (an error event in the stream) | incomplete (a clean end of too little) | timeout"""
+    note: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class Served:
+    """One turn as a worker recorded it."""
+
+    id: str
+    session: str
+    worker: str
+    start: float
+    end: float
+    outcome: str = "completed"
+    """completed | aborted | running (the worker was killed at `end`)"""
+
+
+@dataclass(kw_only=True, slots=True)
+class Fault:
+    """What the nemesis did, from before it did so until after everything was well again."""
+
+    kind: str
+    """replica-killed | replica-frozen | worker-killed | worker-frozen | member-killed | member-frozen | quorum-lost |
+    compacted | disk-full | claim-removed | claim-garbled | claim-replaced"""
+    target: str = ""
+    """Of a claim: the session."""
+    start: float
+    end: float = math.inf
+    leader: bool = False
+    """The member led the cluster."""
+    worker: str = ""
+    """Whom the claim names that was put in place of another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What the deployment promises, in seconds."""
+
+    store: str
+    """file | etcd"""
+    ttl: float
+    max_stale: float = 60.0
+    deadline: float = 2.0
+
+    @property
+    def lifetime(self) -> float:
+        """After which an idle claim is surely gone."""
+        if self.store == "file":
+            return 1.25 * self.ttl + 0.3
+        return math.ceil(1.25 * self.ttl) + 2.0  # whole seconds, swept twice a second, revoked through the log
+
+    @property
+    def news(self) -> float:
+        """How long it takes a living watch to tell of a deletion. More than it should take on an idle machine."""
+        return 1.5
+
+    @property
+    def stamps(self) -> bool:
+        """Closes are seen at once."""
+        return self.store == "file"
+
+    @property
+    def silence(self) -> float:
+        return 5.0
+
+    @property
+    def walk(self) -> float:
+        """Until a file store has looked at every claim."""
+        return min(max(self.ttl / 4, 0.1), 30.0) * 1.25 + 1.0
+
+
+@dataclass(kw_only=True)
+class History:
+    rules: Rules
+    sent: list[Sent]
+    served: list[Served]
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    rule: str
+    session: str
+    at: float
+    text: str
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    violations: list[Violation] = field(default_factory=list)
+    changes: Counter[str] = field(default_factory=Counter)
+    """Changes of worker, by what excused them."""
+    renewals: Counter[str] = field(default_factory=Counter)
+    """The same for `created` turns that came to the same worker again."""
+    lost: Counter[str] = field(default_factory=Counter)
+    """Turns without a complete answer, by what excused them."""
+    facts: Counter[str] = field(default_factory=Counter)
+
+
+def check(history: History) -> Verdict:
+    """Everything that can be said of the history."""
+    verdict = Verdict()
+    faults = _Faults(history.rules, history.faults)
+    sent: dict[str, list[Sent]] = defaultdict(list)
+    for turn in history.sent:
+        sent[turn.session].append(turn)
+    served: dict[str, list[Served]] = defaultdict(list)
+    for record in history.served:
+        served[record.id].append(record)
+    known = {turn.id for turn in history.sent}
+    for record in history.served:
+        if record.id not in known:
+            _violate(verdict, "invented turn", record.session, record.start, f"{record.worker} served {record.id}")
+    for name, turns in sent.items():
+        session = _Session(name, turns, served, faults)
+        check_turns(session, verdict)
+        check_place(session, verdict)
+        check_idle(session, verdict)
+        check_finals(session, verdict)
+    verdict.violations.sort(key=lambda violation: violation.at)
+    return verdict
+
+
+# --- rule 1: one session, one worker ---------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Release:
+    reason: str
+    worker: str
+    lo: float
+    hi: float
+    uses: float = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Op:
+    """A turn that is bound, or the nemesis' writing of a claim."""
+
+    lo: float
+    hi: float
+    worker: str
+    created: bool
+    what: Sent | Fault
+    patience: bool = False
+    """`lo` was moved to before the turn's start."""
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    first: int
+    """All ops before this one are placed."""
+    placed: frozenset[int]
+    """And these."""
+    worker: str | None
+    now: float
+    used: frozenset[tuple[int, int]]
+    parent: _State | None
+    op: _Op | None
+    release: _Release | None
+
+
+def check_place(session: _Session, verdict: Verdict) -> None:
+    """See the module's docstring."""
+    for turn in session.turns:
+        if turn.affinity == "degraded":
+            verdict.facts["degraded turns"] += 1
+            if not session.faults.away(turn.replica, session.row_start(turn), turn.head or turn.end):
+                _violate(verdict, "degraded", session.name, turn.start, f"{turn.id} was placed without a healthy store")
+    releases = session.releases()
+    blocked: _State | None = None
+    for news in (0.0, session.faults.rules.news):
+        ops = session.ops(news)
+        end, blocked = _search(ops, releases, verdict)
+        if end is not None:
+            _account(end, verdict, late=news > 0)
+            return
+        if blocked is None:
+            return
+    assert blocked is not None
+    tried = [op for op in ops[blocked.first :] if ops.index(op) not in blocked.placed]
+    op = min(tried, key=lambda op: op.hi)
+    turn = op.what
+    name = turn.id if isinstance(turn, Sent) else turn.kind
+    how = "created there" if op.created and op.worker == blocked.worker else f"at {op.worker}"
+    text = f"{name} is {how}, and nothing had released it from {blocked.worker}"
+    _violate(verdict, "split session", session.name, op.hi, text)
+
+
+def _search(ops: Sequence[_Op], releases: Sequence[_Release], verdict: Verdict) -> tuple[_State | None, _State | None]:
+    """The end of a legal order; else None and where the search came furthest, or None twice when it gave up."""
+    start = _State(0, frozenset(), None, -math.inf, frozenset(), None, None, None)
+    stack = [start]
+    furthest, reach = start, (-1, 0)
+    best: dict[tuple[int, frozenset[int], str | None, frozenset[tuple[int, int]]], float] = {}
+    for _ in range(SEARCH_LIMIT):
+        if not stack:
+            return None, furthest
+        state = stack.pop()
+        if state.first == len(ops):
+            return state, None
+        if (state.first, len(state.placed)) > reach:
+            furthest, reach = state, (state.first, len(state.placed))
+        for following in reversed(list(_steps(state, ops, releases))):
+            key = (following.first, following.placed, following.worker, following.used)
+            if best.get(key, math.inf) > following.now:
+                best[key] = following.now
+                stack.append(following)
+    verdict.facts["sessions given up"] += 1
+    return None, None
+
+
+def _steps(state: _State, ops: Sequence[_Op], releases: Sequence[_Release]) -> Iterator[_State]:
+    """What may come next, the likeliest first."""
+    soonest = math.inf
+    candidates: list[int] = []
+    for index in range(state.first, len(ops)):
+        if ops[index].lo > soonest:
+            break
+        if index not in state.placed:
+            candidates.append(index)
+            soonest = min(soonest, ops[index].hi)
+    candidates = [index for index in candidates if ops[index].lo <= soonest]
+    candidates.sort(key=lambda index: (ops[index].worker != state.worker or ops[index].created, ops[index].hi))
+    for index in candidates:
+        op = ops[index]
+        placed = state.placed | {index}
+        first = state.first
+        while first in placed:
+            placed -= {first}
+            first += 1
+        free = state.worker is None or isinstance(op.what, Fault) or (op.worker == state.worker and not op.created)
+        if free:
+            if (now := max(state.now, op.lo)) <= op.hi:
+                yield _State(first, placed, op.worker, now, state.used, state, op, None)
+            continue
+        usable = []
+        for number, release in enumerate(releases):
+            if release.worker in (ANY, state.worker):
+                at = max(state.now, release.lo)
+                if at <= min(release.hi, op.hi):
+                    use = next((n for n in itertools.count() if (number, n) not in state.used), 0)
+                    if use < release.uses:
+                        rank = (release.reason == "expiry", release.hi)  # so that expiry excuses what nothing else does
+                        usable.append((rank, number, use, max(at, op.lo)))
+        for _, number, use, now in sorted(usable):
+            used = state.used if math.isinf(releases[number].uses) else state.used | {(number, use)}
+            yield _State(first, placed, op.worker, now, used, state, op, releases[number])
+
+
+def _account(end: _State, verdict: Verdict, *, late: bool) -> None:
+    state: _State = end
+    while state.parent is not None:
+        if state.release is not None:
+            moved = state.parent.worker != state.worker
+            (verdict.changes if moved else verdict.renewals)[state.release.reason] += 1
+        elif isinstance(state.op and state.op.what, Fault) and state.parent.worker != state.worker:
+            verdict.changes["claim replaced by hand"] += 1
+        state = state.parent
+    verdict.facts["sessions in order" + (" but for late news" if late else "")] += 1
+
+
+class _Session:
+    """One session's turns and what follows from them and the faults."""
+
+    def __init__(self, name: str, turns: list[Sent], served: dict[str, list[Served]], faults: _Faults) -> None:
+        self.name = name
+        self.turns = sorted(turns, key=lambda turn: turn.start)
+        self.records = {turn.id: sorted(served.get(turn.id, ()), key=lambda record: record.start) for turn in turns}
+        self.faults = faults
+        self.by_hand = [fault for fault in faults.all if fault.kind.startswith("claim-") and fault.target == name]
+        self._ends = {turn.id: self._end(turn) for turn in turns}
+
+    def _end(self, turn: Sent) -> float:
+        """When the router was done with it, at the latest."""
+        end = max([turn.end, *(record.end for record in self.records[turn.id])])
+        if turn.outcome != "completed":
+            end += 0.5  # until the router has noticed
+        for fault in self.faults.of("replica-frozen", turn.replica):
+            if fault.start - EDGE <= end <= fault.end + EDGE:
+                end = fault.end + 1.0
+        return end
+
+    def place(self, turn: Sent) -> str | None:
+        """The worker that served it last."""
+        records = self.records[turn.id]
+        return records[-1].worker if records else None
+
+    def ops(self, news: float) -> list[_Op]:
+        ops = []
+        for turn in self.turns:
+            if turn.affinity == "degraded":
+                continue
+            if turn.affinity is None and self.faults.away(turn.replica, turn.start, turn.end):
+                continue  # perhaps it was degraded
+            for record in self.records[turn.id]:
+                lo = self._relied_on(turn, record, news)
+                created = turn.affinity == "created" and record.worker == turn.worker
+                ops.append(_Op(lo, max(record.start, lo), record.worker, created, turn, lo < turn.start))
+        replaced = [fault for fault in self.by_hand if fault.kind == "claim-replaced"]
+        ops += [_Op(fault.start, fault.end, fault.worker, False, fault) for fault in replaced]
+        return sorted(ops, key=lambda op: op.lo)
+
+    def _relied_on(self, turn: Sent, record: Served, news: float) -> float:
+        rules = self.faults.rules
+        lo = turn.start
+        if turn.affinity in ("created", "rebound"):
+            return lo
+        lo = self._shared_look(turn, record)
+        if turn.affinity == "stored":
+            return lo
+        # `cached`, or not known
+        start = turn.start
+        if not rules.stamps:
+            lo = min(lo, start - news)
+        for fault in self.by_hand:
+            late = rules.max_stale + 0.5 if fault.kind == "claim-replaced" else rules.news
+            if fault.start <= start <= fault.end + late:
+                lo = min(lo, fault.start - EDGE)
+        if news:
+            for begin, end in self.faults.deaf(turn.replica):
+                if begin <= start <= end + rules.news:
+                    lo = min(lo, begin - rules.news)
+            row = [other for other in self._row(turn, record) if other is not turn]
+            if any(other.final for other in [*row, turn]):
+                lo = min([lo, *(other.start for other in row)])
+        return lo
+
+    def _shared_look(self, turn: Sent, record: Served) -> float:
+        """The start of the first of an unbroken row of turns that were being bound on its replica."""
+        lo = turn.start
+        spans = []
+        for other in self.turns:
+            if other is not turn and other.replica == turn.replica and other.start < record.start:
+                records = self.records[other.id]
+                bound = records[0].start if records else other.head or other.end
+                spans.append((other.start, bound))
+        for start, bound in sorted(spans, reverse=True, key=lambda span: span[0]):
+            if start < lo <= bound:
+                lo = start
+        return lo
+
+    def _row(self, turn: Sent, record: Served | None) -> list[Sent]:
+        """Turns at its worker and replica that overlap with it, directly or through others, and began before."""
+        row = [turn]
+        lo = turn.start
+        for other in reversed(self.turns):
+            if other.replica != turn.replica or other in row:
+                continue
+            if other.start >= (record.start if record else turn.end):
+                continue
+            if record and self.place(other) not in (record.worker, None):
+                continue
+            if self._ends[other.id] >= lo - EDGE:
+                row.append(other)
+                lo = min(lo, other.start)
+        return row
+
+    def row_start(self, turn: Sent) -> float:
+        return min(other.start for other in self._row(turn, None))
+
+    def releases(self) -> list[_Release]:
+        found = [release for turn in self.turns if turn.final for release in self._of_final(turn)]
+        for fault in self.faults.all:
+            if fault.kind == "worker-killed":
+                end = fault.end + 1.0 + self.faults.rules.deadline
+                for frozen in self.faults.of("replica-frozen"):
+                    if frozen.start < end and frozen.end > fault.start:
+                        end = max(end, frozen.end + 1.0)
+                found.append(_Release("worker lost", fault.target, fault.start, end, math.inf))
+        for fault in self.by_hand:
+            if fault.kind == "claim-removed":
+                found.append(_Release("claim removed by hand", ANY, fault.start, fault.end))
+            elif fault.kind == "claim-garbled":
+                rules = self.faults.rules
+                until = fault.end + GRACE + rules.walk + rules.deadline
+                found.append(_Release("claim garbled by hand", ANY, fault.start, until))
+        found += self._expiries(found)
+        return found
+
+    def _of_final(self, turn: Sent) -> Iterator[_Release]:
+        if turn.outcome == "refused" or (turn.status is not None and turn.status >= 500):
+            return
+        for worker, ended in [(record.worker, record.end) for record in self.records[turn.id]] or [(ANY, turn.start)]:
+            lo = min(ended, turn.end) - EDGE
+            hi = turn.end + 0.05
+            reason = "final" if turn.outcome == "completed" else f"final, {turn.outcome}"
+            surely = turn.outcome == "completed" and turn.end < ended + self.faults.rules.deadline - EDGE
+            if not surely:
+                hi = max(ended, turn.end) + self.faults.rules.deadline + 1.0
+            for other in self.turns:
+                beside = other is not turn and other.replica == turn.replica and self._ends[other.id] >= ended - EDGE
+                if beside and other.start < hi and self._ends[other.id] + 0.5 > hi:
+                    hi, reason, surely = self._ends[other.id] + 0.5, "final, close pending", False
+            if not surely:  # the answer did not wait for the close
+                hi, reason = self._held_up(turn.replica, lo, hi, reason)
+            yield _Release(reason, worker, lo, hi)
+
+    def _held_up(self, replica: str, lo: float, hi: float, reason: str) -> tuple[float, str]:
+        """Until when a close may last that should be done by `hi`."""
+        for fault in self.faults.of("replica-frozen", replica):
+            if fault.start <= hi and fault.end >= lo and fault.end + 1.0 > hi:
+                hi, reason = fault.end + 1.0, "final, replica frozen"
+        for begin, end in self.faults.outages(replica):
+            if begin <= hi and end >= lo and end + CLOSE_BACKOFF > hi:
+                hi, reason = end + CLOSE_BACKOFF, "final, store away"
+        for fault in self.faults.of("replica-killed", replica):
+            if fault.start >= lo:
+                hi = min(hi, fault.start + EDGE + 0.5)
+        return hi, reason
+
+    def _expiries(self, others: Sequence[_Release]) -> list[_Release]:
+        """When claims may have come to their ends by themselves."""
+        first: dict[str, float] = {}
+        spans: dict[str, list[tuple[float, float, bool]]] = defaultdict(list)
+        for turn in self.turns:
+            for record in self.records[turn.id]:
+                worker = record.worker
+                first[worker] = min(first.get(worker, math.inf), record.start)
+                held = self._surely_held(turn, record)
+                if held is not None:
+                    begin, end = held
+                    cuts = [r.lo for r in others if r.worker in (worker, ANY) and begin < r.lo < end]
+                    spans[worker].append((begin, min([end, *cuts]), turn.affinity == "created"))
+        for fault in self.by_hand:
+            if fault.kind == "claim-replaced":  # the new one lives as long as the old one would have
+                before = [
+                    min(span[1], fault.start) for each in spans.values() for span in each if span[0] < fault.start
+                ]
+                held_until = max(
+                    (min(end, fault.start) for _, end, _ in held), default=fault.start - self.faults.rules.ttl
+                )
+                first[fault.worker] = min(first.get(fault.worker, math.inf), fault.start)
+                spans[fault.worker].append((fault.start, held_until, True))
+        return [release for worker in first for release in self._expiries_at(worker, first[worker], spans[worker])]
+
+    def _expiries_at(self, worker: str, first: float, spans: list[tuple[float, float, bool]]) -> Iterator[_Release]:
+        """`first`: when the worker served the session first; `spans`: from when to when its claim was surely held, and
+        whether it was made then."""
+        rules = self.faults.rules
+        held_until = first - rules.ttl + EARLY  # of what no turn surely held, nothing is known
+        for begin, end, created in sorted(spans):
+            ends = held_until + rules.ttl - EARLY
+            if begin > ends:
+                if first < ends and begin <= held_until + rules.lifetime and not created:
+                    continue  # the claim may have ended under its hands
+                yield _Release("expiry", worker, ends, begin, max(1, math.floor((begin - held_until) / rules.ttl)))
+            held_until = max(held_until, end)
+        yield _Release("expiry", worker, held_until + rules.ttl - EARLY, math.inf, math.inf)
+
+    def _surely_held(self, turn: Sent, record: Served) -> tuple[float, float] | None:
+        """From when to when the turn kept a claim alive, by renewing it."""
+        if turn.affinity == "degraded":
+            return None
+        end = min(turn.end, record.end)
+        disturbed = self.faults.replica_disturbed(turn.replica, turn.start, end + 1.0) or self.faults.away(
+            turn.replica, turn.start, end + 1.0
+        )
+        if turn.head is None or disturbed:
+            return (record.start, turn.start) if turn.affinity == "created" else None
+        return record.start, end
+
+    def ended(self, turn: Sent) -> float:
+        return self._ends[turn.id]
+
+
+# --- rules 2 and 4: what has to be placed anew ------------------------------------------------------------------------
+
+
+def check_idle(session: _Session, verdict: Verdict) -> None:
+    """No claim outlives its TTL: after an idle time of more than a claim's longest life the next turn is `created`. Of
+    several that came before the first one's head, one is. Not judged: while or after the store had an outage or a new
+    leader, which starts leases afresh."""
+    rules, faults = session.faults.rules, session.faults
+    idle_since = -math.inf
+    for number, turn in enumerate(session.turns):
+        if turn.outcome == "refused":
+            continue
+        if number and turn.start > idle_since + rules.lifetime and idle_since > -math.inf:
+            together = _together(session, turn)
+            if together is None or faults.store_disturbed(idle_since - rules.lifetime, turn.head or turn.end):
+                verdict.facts["idle times not judged"] += 1
+            elif "created" in together:
+                verdict.facts["idle times, then created"] += 1
+            else:
+                idle = turn.start - idle_since
+                text = f"{turn.id} is {turn.affinity} after {idle:.2f} s without a turn"
+                _violate(verdict, "claim outlived its TTL", session.name, turn.start, text)
+        idle_since = max(idle_since, session.ended(turn))
+
+
+def check_finals(session: _Session, verdict: Verdict) -> None:
+    """After a final turn whose end the client has seen, the next turn is `created`. Judged when the store was well, no
+    other turn of the session was still running on that replica, and nothing else may have closed the claim that the
+    final turn was bound to. Where closes leave no stamps, only on the same replica or after `Rules.news`."""
+    rules, faults = session.faults.rules, session.faults
+    for number, final in enumerate(session.turns):
+        if not final.final or final.outcome != "completed" or final.status != 200 or final.affinity == "degraded":
+            continue
+        others = [turn for turn in session.turns if turn is not final]
+        after = (turn for turn in session.turns[number + 1 :] if turn.start >= final.end and turn.outcome != "refused")
+        following = next(after, None)
+        if following is None:
+            continue
+        until = following.head or following.end
+        beside = [turn for turn in others if turn.start < final.end and session.ended(turn) >= final.start - 0.02]
+        running = any(turn.replica == final.replica for turn in beside)
+        looking = any(
+            turn.replica == following.replica
+            and max([turn.start, *(record.start for record in session.records[turn.id])]) >= final.end - EDGE
+            for turn in beside
+        )
+        fenced_off = any(turn.affinity not in ("cached", "stored") for turn in beside) or any(
+            fault.start < until and fault.end + rules.walk > final.start
+            for fault in [*session.by_hand, *faults.of("worker-killed")]
+        )
+        ill = (
+            faults.store_disturbed(final.start, until)
+            or faults.replica_disturbed(final.replica, final.start, until)
+            or faults.away(final.replica, final.start, until)
+            or faults.away(following.replica, final.start, until)
+        )
+        together = _together(session, following)
+        late = not rules.stamps and following.replica != final.replica and following.start < final.end + rules.news
+        if running or looking or fenced_off or ill or together is None:
+            verdict.facts["finals not judged"] += 1
+        elif "created" in together:
+            verdict.facts["finals, then created"] += 1
+        elif late:
+            verdict.facts["finals whose news came late"] += 1
+        else:
+            later = following.start - final.end
+            text = f"{following.id} is {following.affinity} {later:.3f} s after the end of {final.id}"
+            _violate(verdict, "final did not close", session.name, following.start, text)
+
+
+def _together(session: _Session, turn: Sent) -> set[str] | None:
+    """How this turn and those sent from its start until its head came to their workers; None: not known."""
+    until = turn.head or turn.end
+    found = {
+        other.affinity for other in session.turns if turn.start <= other.start <= until and other.outcome != "refused"
+    }
+    return None if None in found or "degraded" in found else {how for how in found if how}
+
+
+# --- rule 3: no turn is lost ------------------------------------------------------------------------------------------
+
+
+def check_turns(session: _Session, verdict: Verdict) -> None:
+    """Every turn gets one complete answer, of the worker that the answer names, which has run it once. Excused: those
+    on a replica that was killed meanwhile, and 502, a broken stream or a cut one when their worker was."""
+    faults = session.faults
+    for turn in session.turns:
+        records = session.records[turn.id]
+        workers = {record.worker for record in records} | ({turn.worker} if turn.worker else set())
+        dead = {worker for worker in workers if faults.overlap("worker-killed", worker, turn.start, turn.end)}
+        any_dead = faults.overlap("worker-killed", None, turn.start, turn.end)
+        if turn.outcome == "completed":
+            good = ("completed", "aborted") if turn.note == LEFT else ("completed",)
+            done = [record.worker for record in records if record.outcome in good]
+            if done != [turn.worker] and not (dead and len(done) < 2):
+                text = f"{turn.id} was answered by {turn.worker}; completed at {done or 'no worker'}"
+                _violate(verdict, "misreported turn", session.name, turn.start, text)
+        elif turn.outcome != "aborted":
+            excuse = None
+            if faults.overlap("replica-killed", turn.replica, turn.start, turn.end) and turn.outcome in (
+                "refused",
+                "cut",
+            ):
+                excuse = "replica killed"
+            elif (dead or (not workers and any_dead)) and (
+                turn.outcome in ("cut", "broken") or (turn.outcome == "error" and turn.status == 502)
+            ):
+                excuse = "worker killed"
+            if excuse is None:
+                text = f"{turn.id} at {turn.replica}: {turn.outcome} {turn.status or ''} {turn.note}"
+                _violate(verdict, "lost turn", session.name, turn.start, text)
+            else:
+                verdict.lost[f"{turn.outcome}: {excuse}"] += 1
+        if len(records) > 1 and not any_dead:
+            text = f"{turn.id} ran at {', '.join(record.worker for record in records)}"
+            _violate(verdict, "turn run twice", session.name, turn.start, text)
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+class _Faults:
+    """The nemesis' log, and what each fault means for a replica."""
+
+    def __init__(self, rules: Rules, faults: Sequence[Fault]) -> None:
+        self.rules = rules
+        self.all = sorted(faults, key=lambda fault: fault.start)
+        self._outages: dict[str, list[tuple[float, float]]] = {}
+        self._deaf: dict[str, list[tuple[float, float]]] = {}
+
+    def of(self, kind: str, target: str | None = None) -> list[Fault]:
+        return [fault for fault in self.all if fault.kind == kind and target in (None, fault.target)]
+
+    def overlap(self, kind: str, target: str | None, start: float, end: float) -> bool:
+        return any(fault.start <= end and fault.end >= start for fault in self.of(kind, target))
+
+    def replica_disturbed(self, replica: str, start: float, end: float) -> bool:
+        return self.overlap("replica-killed", replica, start, end) or self.overlap(
+            "replica-frozen", replica, start, end
+        )
+
+    def store_disturbed(self, start: float, end: float) -> bool:
+        """Something happened to the store itself."""
+        return any(
+            fault.start <= end and fault.end + RECOVERY >= start
+            for fault in self.all
+            if fault.kind in ("disk-full", "quorum-lost") or fault.kind.startswith("member-")
+        )
+
+    def outages(self, replica: str) -> list[tuple[float, float]]:
+        """When the store may have been away for this replica.
+
+        A full disk; a cluster without a quorum, or whose leader was lost (an election takes longer than a call may);
+        its own freezing, in which the deadlines of its calls passed; and, on files, the freezing of another one that
+        may have held a lock, from the deadline on."""
+        if replica not in self._outages:
+            found = []
+            for fault in self.all:
+                if (
+                    fault.kind in ("disk-full", "quorum-lost")
+                    or (fault.kind.startswith("member-") and fault.leader)
+                    or (fault.kind == "replica-frozen" and fault.target == replica)
+                ):
+                    found.append((fault.start, fault.end + RECOVERY))
+                elif fault.kind == "replica-frozen" and self.rules.store == "file":
+                    found.append((fault.start + self.rules.deadline - EDGE, fault.end + RECOVERY))
+            self._outages[replica] = found
+        return self._outages[replica]
+
+    def away(self, replica: str, start: float, end: float) -> bool:
+        return any(begin <= end and until >= start for begin, until in self.outages(replica))
+
+    def deaf(self, replica: str) -> list[tuple[float, float]]:
+        """When this replica may not have heard of a close."""
+        if replica not in self._deaf:
+            found = list(self.outages(replica))
+            frozen = self.of("member-frozen")
+            found += [(fault.start, min(fault.end, fault.start + self.rules.silence)) for fault in frozen]
+            self._deaf[replica] = found
+        return self._deaf[replica]
+
+
+def _violate(verdict: Verdict, rule: str, session: str, at: float, text: str) -> None:
+    verdict.violations.append(Violation(rule=rule, session=session, at=at, text=text))
+
+
+# --- telling ----------------------------------------------------------------------------------------------------------
+
+
+def timeline(history: History, violation: Violation, *, before: float = 8.0, after: float = 2.0) -> str:
+    """What the client, the workers and the nemesis saw around a violation; seconds before and after it."""
+    low, high = violation.at - before, violation.at + after
+    lines: list[tuple[float, str]] = []
+    for turn in history.sent:
+        if turn.session == violation.session and turn.start <= high and turn.end >= low:
+            kind = "final" if turn.final else "turn"
+            kind += " (stream)" if turn.stream else ""
+            lines.append((turn.start, f"client   sends {kind} {turn.id} to {turn.replica}"))
+            if turn.head is not None:
+                lines.append((turn.head, f"client   {turn.id}: {turn.status} {turn.affinity} at {turn.worker}"))
+            lines.append((turn.end, f"client   {turn.id}: {turn.outcome} {turn.note}"))
+    for record in history.served:
+        if record.session == violation.session and record.start <= high and record.end >= low:
+            lines.append((record.start, f"{record.worker:8} begins {record.id}"))
+            lines.append((record.end, f"{record.worker:8} {record.id}: {record.outcome}"))
+    for fault in history.faults:
+        if fault.kind.startswith("claim-") and fault.target != violation.session:
+            continue
+        if fault.start <= high and fault.end >= low:
+            what = f"{fault.kind} {fault.target}{' (leader)' * fault.leader} {fault.worker}"
+            lines.append((fault.start, f"nemesis  {what}"))
+            lines.append((fault.end, f"nemesis  {what}: over"))
+    shown = [f"  {at - violation.at:+8.3f}  {text}" for at, text in sorted(_finite(lines))]
+    return "\n".join([f"{violation.rule}: session {violation.session}: {violation.text}", *shown])
+
+
+def _finite(lines: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    return (line for line in lines if math.isfinite(line[0]))

@@ -1,0 +1,235 @@
+"""Three workers, three replicas and their claim store, as processes that can be killed, frozen and started again on
+the same ports, and the workers' records, which outlive them here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from app.identity import KeyHasher
+from tests.e2e.history.checker import Rules, Served, Violation
+from tests.support.etcd import EtcdCluster
+from tests.support.processes import START_LIMIT, Process, Processes, metrics, total, wait_until
+from tests.support.wire import Cut, ask
+
+WORKERS = 3
+REPLICAS = 3
+WORKER_OPTIONS = ("--ttft-ms", "3", "--itl-ms", "5")
+DISK_BYTES = 16 << 20
+PREFIX = "history"
+COUNTERS = (
+    "coatcheck_in_flight",
+    "coatcheck_turns_running",
+    "coatcheck_session_turns_active",
+    "coatcheck_pending_closes",
+)
+MORE_DESCRIPTORS = 24
+"""That a replica may have after a run beyond what it had when it was ready: keep-alive connections to three workers and
+to the store's members, and descriptors of calls that are under way."""
+QUIET_LIMIT = 10.0
+"""Seconds within which everything has to come to rest after the last turn."""
+
+
+class Node:
+    """A worker or a replica: a place that outlives its processes."""
+
+    def __init__(self, name: str, url: str, process: Process, arguments: tuple[str, ...]) -> None:
+        self.name, self.url, self.process = name, url, process
+        self.arguments = arguments
+        """That start it again."""
+        self.descriptors = 0
+        """Open when it was ready."""
+
+
+class Deployment:
+    """Started by `start`; its processes end with the `Processes`, its store with `stop`."""
+
+    def __init__(self, processes: Processes, folder: Path, rules: Rules) -> None:
+        self.rules = rules
+        self.workers: list[Node] = []
+        self.replicas: list[Node] = []
+        self.served: list[Served] = []
+        self.cluster: EtcdCluster | None = None
+        self.claims = folder / "claims"
+        self._processes = processes
+        self._mounted = False
+        self._key = KeyHasher().key
+
+    # -- starting and stopping
+
+    async def start(self) -> None:
+        if self.rules.store == "etcd":
+            self.cluster = EtcdCluster()
+            await asyncio.to_thread(self.cluster.start)
+            url = self.cluster.url(PREFIX)
+        else:
+            self.claims.mkdir()
+            self._mount()
+            url = f"file://{self.claims}"
+        for number, worker in enumerate(self._processes.workers(WORKERS, *WORKER_OPTIONS, apart=True)):
+            again = ("mocker", "--port", str(urlsplit(worker.url).port), *WORKER_OPTIONS)
+            self.workers.append(Node(f"w{number}", worker.url, worker.process, again))
+        options = [
+            f"--claims={url}",
+            f"--session-ttl={self.rules.ttl}",
+            f"--max-stale={self.rules.max_stale}",
+            f"--store-deadline={self.rules.deadline}",
+            "--worker-keepalive=1",
+            *(f"--worker={worker.url},name={worker.name}" for worker in self.workers),
+        ]
+        for number, replica in enumerate(self._processes.replicas_with(*[options] * REPLICAS)):
+            again = ("app", "serve", "--port", str(urlsplit(replica.url).port), *options)
+            node = Node(f"r{number}", replica.url, replica.process, again)
+            node.descriptors = _descriptors(node)
+            self.replicas.append(node)
+
+    def stop(self) -> None:
+        """The store. Whatever was frozen must have been resumed."""
+        if self.cluster is not None:
+            self.cluster.stop()
+        if self._mounted:
+            # The replicas may still be there; the mount goes when they do.
+            subprocess.run(["umount", "--lazy", self.claims], check=False, capture_output=True)
+
+    async def revive(self, node: Node) -> None:
+        """Start a killed node again; returns when it serves."""
+        node.process = self._processes.start(node.name, *node.arguments)
+        path = "/ready" if node in self.replicas else "/health"
+        give_up_at = time.monotonic() + START_LIMIT
+        while time.monotonic() < give_up_at:
+            with contextlib.suppress(OSError, Cut, TimeoutError):
+                if (await ask(node.url, target=path)).status == 200:
+                    break
+            assert node.process.alive, node.process.output()
+            await asyncio.sleep(0.03)
+        if node in self.replicas:
+            node.descriptors = _descriptors(node)
+
+    async def kill_worker(self, node: Node) -> None:
+        """Take what it has recorded, then SIGKILL. What it does in the moment between is not known."""
+        records = await self._records(node)
+        node.process.kill()
+        self._note(records, running_end=time.time())
+
+    # -- the workers' records
+
+    async def collect(self) -> None:
+        """Note what the running workers have served."""
+        for worker in self.workers:
+            self._note(await self._records(worker), running_end=time.time())
+
+    async def _records(self, node: Node) -> list[Served]:
+        answer = await ask(node.url, target="/mock/turns")
+        return [
+            Served(
+                id=record["request_id"] or "",
+                session=record["session"] or "",
+                worker=node.name,
+                start=record["start"],
+                end=record["end"] or float("inf"),
+                outcome=record["outcome"],
+            )
+            for record in msgspec.json.decode(answer.body)["turns"]
+        ]
+
+    def _note(self, records: list[Served], running_end: float) -> None:
+        for record in records:
+            record.end = min(record.end, running_end)
+        self.served += records
+
+    # -- the store, from outside
+
+    def claim_file(self, session: str) -> Path:
+        return self.claims / "claims" / self._key(b"", session.encode())
+
+    def lock_file(self, session: str) -> Path:
+        return self.claims / "locks" / self._key(b"", session.encode())[:2]
+
+    def etcd_key(self, session: str) -> str:
+        return f"{PREFIX}/{self._key(b'', session.encode())}"
+
+    async def claims_left(self) -> list[str]:
+        """The names of the claims that stand."""
+        if self.cluster is not None:
+            cluster = self.cluster
+            said = await asyncio.to_thread(cluster.members[0].ctl, "get", f"{PREFIX}/0", f"{PREFIX}/g", "--keys-only")
+            return said.split()
+        return [name for name in os.listdir(self.claims / "claims") if not name.startswith(".")]
+
+    def _mount(self) -> None:
+        """A small file system of its own, to be filled. Needs root."""
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", self.claims]
+        self._mounted = os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+
+    def fill_disk(self) -> Callable[[], None]:
+        """Leave no space for a claim; answers what undoes it. Where nothing can be mounted, the kernel refuses the
+        replicas every write to a file instead."""
+        if self._mounted:
+            filler = self.claims / "filler"
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
+            with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(64))
+            return filler.unlink
+        pids = [replica.process.pid for replica in self.replicas if replica.process.alive]
+        limits = {pid: resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in pids}
+        for pid, (_, hard) in limits.items():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+
+        def undo() -> None:
+            for pid, limit in limits.items():
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+
+        return undo
+
+    # -- rest
+
+    async def leftovers(self) -> list[Violation]:
+        """What has not come to rest `QUIET_LIMIT` after the last turn: counters, claims, descriptors, the watch."""
+        found: list[Violation] = []
+
+        def note(text: str) -> None:
+            found.append(Violation(rule="left over", session="", at=time.time(), text=text))
+
+        for replica in self.replicas:
+
+            async def quiet(replica: Node = replica) -> bool:
+                samples = await metrics(replica)  # type: ignore[arg-type]
+                at_rest = not any(total(samples, name) for name in COUNTERS)
+                well = total(samples, "coatcheck_store_up") == total(samples, "coatcheck_store_watching") == 1
+                return at_rest and well and _descriptors(replica) <= replica.descriptors + MORE_DESCRIPTORS
+
+            try:
+                await wait_until(quiet, QUIET_LIMIT)
+            except AssertionError:
+                samples = await metrics(replica)  # type: ignore[arg-type]
+                shown = {name: total(samples, name) for name in (*COUNTERS, "coatcheck_store_up")}
+                note(f"{replica.name}: {shown}, {_descriptors(replica)} descriptors, {replica.descriptors} at first")
+            samples = await metrics(replica)  # type: ignore[arg-type]
+            if failed := total(samples, "coatcheck_turns_total", 'outcome="failed"'):
+                note(f"{replica.name}: {failed} turns ended by a fault of ours:\n{replica.process.output()[-4000:]}")
+        left: list[str] = []
+        for _ in range(20):
+            left = await self.claims_left()
+            if not left:
+                break
+            await asyncio.sleep(0.1)
+        if left:
+            note(f"{len(left)} claims of closed sessions: {' '.join(left[:5])}")
+        return found
+
+
+def _descriptors(node: Node) -> int:
+    return len(os.listdir(f"/proc/{node.process.pid}/fd"))

@@ -1,0 +1,296 @@
+"""Makes faults, one at a time of each kind: to replicas, to workers, to the store.
+
+What it does and how long follows from its seed. It first does everything that it can do once, in an order of its own,
+and then goes on at random, so that a short run has seen each fault. It notes every fault from before it was made until
+after its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import random
+import secrets
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+from tests.e2e.history.checker import Fault
+from tests.e2e.history.deployment import Deployment, Node
+from tests.e2e.history.load import Load
+from tests.support.etcd import EtcdServer
+
+NOTICED_S = 0.3
+"""How long a balancer takes to notice that a replica is away or back."""
+
+Act = Callable[[random.Random], Awaitable[None]]
+
+
+class Nemesis:
+    def __init__(
+        self, deployment: Deployment, load: Load, *, seed: int, pause_s: tuple[float, float] = (0.5, 1.5)
+    ) -> None:
+        """`pause_s`: between two faults of one kind, from and to."""
+        self.faults: list[Fault] = []
+        self._deployment, self._load, self._seed, self._pause_s = deployment, load, seed, pause_s
+        self._ending = asyncio.Event()
+
+    async def run(self, seconds: float) -> None:
+        """Returns when everything is well again."""
+        store = self._file_acts() if self._deployment.cluster is None else self._etcd_acts()
+        lanes = {"replica": self._replica_acts(), "worker": self._worker_acts(), "store": store}
+        running = [asyncio.ensure_future(self._lane(name, acts)) for name, acts in lanes.items()]
+        try:
+            await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            self._ending.set()
+            await asyncio.gather(*running)
+
+    async def _lane(self, name: str, acts: list[Act]) -> None:
+        rng = random.Random(f"{self._seed}/{name}")
+        for act in _all_then_any(acts, rng):
+            await self._wait(rng.uniform(*self._pause_s))
+            if self._ending.is_set():
+                return
+            await act(rng)
+
+    async def _wait(self, seconds: float) -> None:
+        """At most until the end of the run: then a fault ends early."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ending.wait()
+
+    def _begin(self, kind: str, target: str = "", **more: object) -> Fault:
+        fault = Fault(kind=kind, target=target, start=time.time(), **more)  # type: ignore[arg-type]
+        self.faults.append(fault)
+        return fault
+
+    # -- replicas
+
+    def _replica_acts(self) -> list[Act]:
+        return [self._kill_replica, self._freeze_replica]
+
+    async def _kill_replica(self, rng: random.Random) -> None:
+        replica = rng.choice(self._deployment.replicas)
+        fault = self._begin("replica-killed", replica.name)
+        replica.process.kill()
+        await self._away(replica, rng.uniform(0.3, 1.5))
+        await self._deployment.revive(replica)
+        self._load.avoided.discard(replica.name)
+        fault.end = time.time()
+
+    async def _freeze_replica(self, rng: random.Random) -> None:
+        """Mostly for longer than claims live."""
+        replica = rng.choice(self._deployment.replicas)
+        seconds = min(self._deployment.rules.lifetime, 5.0) * rng.choice([0.3, 1.1, 1.3])
+        fault = self._begin("replica-frozen", replica.name)
+        replica.process.freeze()
+        try:
+            await self._away(replica, seconds)
+        finally:
+            replica.process.thaw()
+            fault.end = time.time()
+        await asyncio.sleep(rng.uniform(0, NOTICED_S))
+        self._load.avoided.discard(replica.name)
+
+    async def _away(self, replica: Node, seconds: float) -> None:
+        await asyncio.sleep(NOTICED_S)
+        self._load.avoided.add(replica.name)
+        await self._wait(max(0.0, seconds - NOTICED_S))
+
+    # -- workers
+
+    def _worker_acts(self) -> list[Act]:
+        return [self._kill_worker, self._freeze_worker]
+
+    async def _kill_worker(self, rng: random.Random) -> None:
+        worker = rng.choice(self._deployment.workers)
+        fault = self._begin("worker-killed", worker.name)
+        await self._deployment.kill_worker(worker)
+        await self._wait(rng.uniform(0.2, 2.0))
+        await self._deployment.revive(worker)
+        fault.end = time.time()
+
+    async def _freeze_worker(self, rng: random.Random) -> None:
+        """Slow is not lost: its sessions must wait."""
+        worker = rng.choice(self._deployment.workers)
+        fault = self._begin("worker-frozen", worker.name)
+        worker.process.freeze()
+        try:
+            await self._wait(rng.uniform(0.3, 1.2))
+        finally:
+            worker.process.thaw()
+            fault.end = time.time()
+
+    # -- claim files
+
+    def _file_acts(self) -> list[Act]:
+        return [self._fill_disk, self._remove_files, self._garble_files, self._replace_files]
+
+    async def _fill_disk(self, rng: random.Random) -> None:
+        fault = self._begin("disk-full")
+        undo = self._deployment.fill_disk()
+        try:
+            await self._wait(rng.uniform(0.5, 2.5))
+        finally:
+            undo()
+            fault.end = time.time()
+
+    async def _remove_files(self, rng: random.Random) -> None:
+        for session in self._some_sessions(rng):
+            fault = Fault(kind="claim-removed", target=session, start=time.time())
+            try:
+                self._deployment.claim_file(session).unlink()
+            except FileNotFoundError:
+                continue
+            fault.end = time.time()
+            self.faults.append(fault)
+
+    async def _garble_files(self, rng: random.Random) -> None:
+        for session in self._some_sessions(rng, 6):
+            fault = Fault(kind="claim-garbled", target=session, start=time.time())
+            try:
+                with self._deployment.claim_file(session).open("r+b", buffering=0) as file:
+                    expires_ns = os.fstat(file.fileno()).st_mtime_ns
+                    file.write(rng.choice([b"", b"{", b"\0\0\0", b'{"key": 1}']))
+                    file.truncate(file.tell())
+                    if rng.random() < 0.5:
+                        os.utime(file.fileno(), ns=(expires_ns, expires_ns))  # looks as young as it was
+            except FileNotFoundError:
+                continue
+            fault.end = time.time()
+            self.faults.append(fault)
+
+    async def _replace_files(self, rng: random.Random) -> None:
+        """Put a claim of another worker in place of one, as an operator's tool might: with the key's lock."""
+        for session in self._some_sessions(rng, 6):
+            claim = self._deployment.claim_file(session)
+            with self._deployment.lock_file(session).open("rb") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                try:
+                    record = json.loads(claim.read_bytes())
+                    expires_ns = claim.stat().st_mtime_ns
+                except (FileNotFoundError, ValueError):
+                    continue
+                if expires_ns < time.time_ns():
+                    continue
+                others = [w.name for w in self._deployment.workers if w.name != record["value"]["worker"]]
+                record["value"] |= {"worker": rng.choice(others), "nonce": secrets.token_hex(12)}
+                record["revision"] = secrets.randbits(62) + 1
+                written = self._deployment.claims / f"by-hand-{secrets.token_hex(4)}"
+                try:
+                    written.write_text(json.dumps(record))
+                except OSError:
+                    written.unlink(missing_ok=True)
+                    continue  # the disk is full
+                mark_ns = expires_ns - expires_ns % 1_000_000 + record["revision"] % 1_000_000
+                os.utime(written, ns=(mark_ns, mark_ns))
+                start = time.time()
+                written.rename(claim)
+            self.faults.append(
+                Fault(
+                    kind="claim-replaced",
+                    target=session,
+                    start=start,
+                    end=time.time(),
+                    worker=record["value"]["worker"],
+                )
+            )
+
+    def _some_sessions(self, rng: random.Random, count: int = 12) -> list[str]:
+        """Lately used ones, mostly."""
+        ids = list(self._load.ids)[-300:]
+        return rng.sample(ids, min(count, len(ids)))
+
+    # -- members of the cluster
+
+    def _etcd_acts(self) -> list[Act]:
+        return [
+            self._freeze_member,
+            self._kill_member,
+            self._kill_leader,
+            self._freeze_leader,
+            self._lose_quorum,
+            self._compact,
+            self._remove_keys,
+        ]
+
+    async def _freeze_member(self, rng: random.Random) -> None:
+        await self._disturb_member("member-frozen", rng, leader=False)
+
+    async def _kill_member(self, rng: random.Random) -> None:
+        await self._disturb_member("member-killed", rng, leader=False)
+
+    async def _kill_leader(self, rng: random.Random) -> None:
+        await self._disturb_member("member-killed", rng, leader=True)
+
+    async def _freeze_leader(self, rng: random.Random) -> None:
+        await self._disturb_member("member-frozen", rng, leader=True)
+
+    async def _disturb_member(self, kind: str, rng: random.Random, *, leader: bool) -> None:
+        leading = await self._leader()
+        member = leading if leader else rng.choice([m for m in self._members if m is not leading])
+        fault = self._begin(kind, member.name, leader=leader)
+        seconds = rng.uniform(0.5, 3.0) if kind == "member-killed" else rng.choice([1.0, 3.0, 7.0])
+        await self._stop_members([member], seconds, kill=kind == "member-killed")
+        fault.end = time.time()
+
+    async def _lose_quorum(self, rng: random.Random) -> None:
+        members = rng.sample(self._members, 2)
+        faults = [self._begin("quorum-lost")]
+        faults += [self._begin("member-frozen", member.name, leader=True) for member in members]
+        await self._stop_members(members, rng.uniform(0.5, 4.0), kill=False)
+        for fault in faults:
+            fault.end = time.time()
+
+    async def _stop_members(self, members: list[EtcdServer], seconds: float, *, kill: bool) -> None:
+        for member in members:
+            await asyncio.to_thread(member.kill if kill else member.pause)
+        try:
+            await self._wait(seconds)
+        finally:
+            for member in members:
+                await asyncio.to_thread(member.restart if kill else member.resume)
+            await self._leader()
+            for member in members:
+                await asyncio.to_thread(member.wait_ready)
+
+    async def _compact(self, rng: random.Random) -> None:
+        fault = self._begin("compacted")
+        status = json.loads(await self._ctl("endpoint", "status", "--write-out=json"))
+        await self._ctl("compact", str(status[0]["Status"]["header"]["revision"]))
+        fault.end = time.time()
+
+    async def _remove_keys(self, rng: random.Random) -> None:
+        for session in self._some_sessions(rng, 4):
+            fault = Fault(kind="claim-removed", target=session, start=time.time())
+            if (await self._ctl("del", self._deployment.etcd_key(session))).strip() != "0":
+                fault.end = time.time()
+                self.faults.append(fault)
+
+    @property
+    def _members(self) -> list[EtcdServer]:
+        assert self._deployment.cluster is not None
+        return self._deployment.cluster.members
+
+    async def _leader(self) -> EtcdServer:
+        assert self._deployment.cluster is not None
+        return await asyncio.to_thread(self._deployment.cluster.leader)
+
+    async def _ctl(self, *args: str) -> str:
+        try:
+            return await asyncio.to_thread((await self._leader()).ctl, *args)
+        except subprocess.TimeoutExpired:
+            return await asyncio.to_thread((await self._leader()).ctl, *args)
+
+
+def _all_then_any(acts: list[Act], rng: random.Random) -> Iterator[Act]:
+    yield from rng.sample(acts, len(acts))
+    while True:
+        yield rng.choice(acts)

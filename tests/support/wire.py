@@ -179,6 +179,16 @@ class Wire:
             pieces.append(piece)
         return b"".join(pieces)
 
+    async def until_cut(self) -> bytes:
+        """What comes of the body before it is cut. Raises AssertionError if it ends cleanly."""
+        got = bytearray()
+        try:
+            while piece := await self.read():
+                got += piece
+        except Cut:
+            return bytes(got)
+        raise AssertionError(f"a clean end, after {bytes(got)[-200:]!r}")
+
     async def answer(self) -> Answer:
         head = await self.head()
         return Answer(head.status, head.headers, await self.body())

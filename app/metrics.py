@@ -29,6 +29,7 @@ TURN_OUTCOMES = (
 )
 
 _MAX_MODELS = 100
+_MAX_MODEL_NAME = 256
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _STORE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
@@ -128,7 +129,7 @@ class Metrics(Collector):
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
         name = model or ""
         if name not in self._models:
-            if outcome == "completed" and len(self._models) < _MAX_MODELS:
+            if outcome == "completed" and len(self._models) < _MAX_MODELS and len(name) <= _MAX_MODEL_NAME:
                 self._models.add(name)
             else:
                 name = "other"

@@ -53,7 +53,10 @@ class Worker:
 
     def unreachable(self) -> None:
         """A connection could not be made."""
-        self._avoid_until = self._clock() + _AVOID_SECONDS[min(self._unreachable, len(_AVOID_SECONDS) - 1)]
+        now = self._clock()
+        if now < self._avoid_until:
+            return  # many turns find out about one outage; that is not many in a row
+        self._avoid_until = now + _AVOID_SECONDS[min(self._unreachable, len(_AVOID_SECONDS) - 1)]
         self._unreachable += 1
 
     def reached(self) -> None:
@@ -132,8 +135,11 @@ def worker_name(url: str) -> str:
 
 def normal_url(url: str) -> str:
     """Scheme, host, port and path of a worker's URL in one spelling. Raises WorkerError."""
-    parts = urlsplit(url.strip())
     remedy = "write it as http://host:port or https://host:port"
+    try:
+        parts = urlsplit(url.strip())
+    except ValueError as error:
+        raise WorkerError(f"worker {url!r}: {error}; {remedy}") from error
     if parts.scheme not in ("http", "https"):
         raise WorkerError(f"worker {url!r} has no http or https scheme; {remedy}")
     try:

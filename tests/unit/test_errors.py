@@ -1,0 +1,74 @@
+"""The error table, and the shape that the official clients understand."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from app.errors import TABLE, TurnError, error_body, error_response
+
+ROOT = Path(__file__).parents[2]
+
+
+def raised_codes() -> set[str]:
+    """Every code that the router's sources name where they make an error."""
+    calls = [
+        node
+        for path in (ROOT / "app").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "TurnError"
+    ]
+    return {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+
+
+@pytest.mark.parametrize("code", TABLE)
+def test_shape(code: str) -> None:
+    error = TurnError(code, 'what happened, "quoted"\n', param="p", headers=((b"allow", b"GET"),))
+    status, headers, body = error_response(error)
+    pairs = dict(headers)
+    assert len(pairs) == len(headers)
+    assert pairs[b"content-type"] == b"application/json"
+    assert pairs[b"content-length"] == b"%d" % len(body)
+    assert pairs[b"allow"] == b"GET"
+    answer = TABLE[code]
+    assert status == answer.status
+    assert json.loads(body) == {
+        "error": {"message": 'what happened, "quoted"\n', "type": answer.type, "param": "p", "code": code}
+    }
+    assert body == error_body(error)
+    assert b"\n" not in body  # it also travels as one line of an event stream
+
+
+@pytest.mark.parametrize("code", TABLE)
+def test_retry_headers(code: str) -> None:
+    _, headers, _ = error_response(TurnError(code, "x"))
+    pairs = dict(headers)
+    retry = {None: None, True: b"true", False: b"false"}[TABLE[code].retry]
+    assert pairs.get(b"x-should-retry") == retry
+    assert (b"retry-after" in pairs) is (TABLE[code].retry_after is not None)
+
+
+@pytest.mark.parametrize("code", TABLE)
+def test_the_table_makes_sense(code: str) -> None:
+    answer = TABLE[code]
+    assert 400 <= answer.status < 600
+    assert (answer.type == "server_error") is (answer.status >= 500 and answer.status != 501)
+    if answer.retry_after is not None:
+        assert answer.retry is True
+    if answer.status == 503:
+        assert (answer.retry, answer.retry_after) == (True, 1)  # nothing ran: trying again is safe and can help
+    if code in ("worker_timeout", "worker_bad_response"):
+        assert answer.retry is False  # it may have run, and would fail again
+
+
+def test_param_may_be_missing() -> None:
+    assert json.loads(error_body(TurnError("no_worker", "x")))["error"]["param"] is None
+
+
+def test_every_error_is_in_the_table() -> None:
+    """`error_response` would fail where it is needed most."""
+    assert len(raised_codes()) > 10
+    assert raised_codes() <= TABLE.keys()

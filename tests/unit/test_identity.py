@@ -1,0 +1,199 @@
+"""Which session a turn belongs to, and under which key it is claimed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import TurnError
+from app.headers import Noted
+from app.identity import (
+    FINAL,
+    HEADERS,
+    MAX_ID_BYTES,
+    PARENT_SOURCES,
+    RANK_HINT,
+    SESSION_SOURCES,
+    WORKER_HINT,
+    Identity,
+    KeyHasher,
+    identify,
+)
+
+
+def of(name: bytes, *values: bytes) -> Noted:
+    return {name: list(values)}
+
+
+def refused(headers: Noted) -> tuple[str, str | None]:
+    with pytest.raises(TurnError) as caught:
+        identify(headers)
+    return caught.value.code, caught.value.param
+
+
+def test_nothing_said() -> None:
+    assert identify({}) == Identity()
+    assert not identify({}).hinted
+
+
+@pytest.mark.parametrize("source", SESSION_SOURCES)
+def test_each_source_of_a_session(source: bytes) -> None:
+    assert identify(of(source, b"abc")).session == b"abc"
+
+
+@pytest.mark.parametrize("source", PARENT_SOURCES)
+def test_each_source_of_a_parent(source: bytes) -> None:
+    assert identify(of(source, b"abc")) == Identity(parent=b"abc")
+
+
+def test_sources_are_asked_in_order() -> None:
+    headers: Noted = {source: [b"s%d" % number] for number, source in enumerate(SESSION_SOURCES)}
+    for number, source in enumerate(SESSION_SOURCES):
+        assert identify(headers).session == b"s%d" % number
+        headers[source] = [b"  "]  # empty: says nothing, and the next one is asked
+    assert identify(headers).session is None
+
+
+def test_a_request_id_is_no_session_id() -> None:
+    assert b"x-request-id" not in HEADERS
+    assert identify(of(b"x-request-id", b"abc")).session is None
+
+
+@pytest.mark.parametrize(
+    ("value", "session"),
+    [
+        (b"a", b"a"),
+        (b"  a\t", b"a"),
+        (b"", None),
+        (b" \t ", None),
+        (b"!~", b"!~"),
+        (b"x" * MAX_ID_BYTES, b"x" * MAX_ID_BYTES),
+        (b" " + b"x" * MAX_ID_BYTES + b" ", b"x" * MAX_ID_BYTES),
+        (b"0", b"0"),
+        (b"null", b"null"),
+    ],
+)
+def test_ids_that_are_taken(value: bytes, session: bytes | None) -> None:
+    assert identify(of(b"session-id", value)).session == session
+
+
+@pytest.mark.parametrize(
+    "value", [b"a b", b"a\tb", b"\x00", b"a\x7f", b"\xc3\xa4", b"\x80", b"x" * (MAX_ID_BYTES + 1), b"\xff" * 300]
+)
+@pytest.mark.parametrize("source", [b"session-id", b"x-parent-session-id"])
+def test_ids_that_are_refused(value: bytes, source: bytes) -> None:
+    assert refused(of(source, value)) == ("invalid_session_id", source.decode())
+
+
+@given(st.binary(max_size=300))
+def test_any_id_is_taken_whole_or_refused(value: bytes) -> None:
+    trimmed = value.strip()
+    visible = all(0x21 <= byte <= 0x7E for byte in trimmed)
+    if not trimmed:
+        assert identify(of(b"session-id", value)).session is None
+    elif visible and len(trimmed) <= MAX_ID_BYTES:
+        assert identify(of(b"session-id", value)).session == trimmed
+    else:
+        assert refused(of(b"session-id", value))[0] == "invalid_session_id"
+
+
+@pytest.mark.parametrize(
+    ("values", "session"), [([b"a", b"a"], b"a"), ([b"a", b" a "], b"a"), ([b"", b"a"], b"a"), ([b"", b" "], None)]
+)
+def test_repeated_ids_that_agree(values: list[bytes], session: bytes | None) -> None:
+    assert identify(of(b"x-dynamo-session-id", *values)).session == session
+
+
+def test_two_differing_ids_are_refused() -> None:
+    assert refused(of(b"x-dynamo-session-id", b"a", b"b"))[0] == "invalid_session_id"
+    assert refused(of(b"x-dynamo-session-id", b"a", b"A"))[0] == "invalid_session_id"
+
+
+@pytest.mark.parametrize(
+    ("values", "final"),
+    [
+        ([b"true"], True),
+        ([b"TRUE"], True),
+        ([b" True "], True),
+        ([b"1"], True),
+        ([b"yes"], True),
+        ([b"on"], True),
+        ([b"false"], False),
+        ([b"0"], False),
+        ([b"no"], False),
+        ([b""], False),
+        ([b"truely"], False),
+        ([b"2"], False),
+        ([b"false", b"true"], True),
+    ],
+)
+def test_final(values: list[bytes], final: bool) -> None:
+    assert identify(of(FINAL, *values)).final is final
+
+
+@pytest.mark.parametrize(
+    ("value", "rank"), [(b"0", 0), (b" 7 ", 7), (b"999999", 999999), (b"007", 7), (b"", None), (b"  ", None)]
+)
+def test_ranks_that_are_taken(value: bytes, rank: int | None) -> None:
+    identity = identify(of(RANK_HINT, value))
+    assert identity.rank_hint == rank
+    assert identity.hinted is (rank is not None)  # 0 is a rank
+
+
+@pytest.mark.parametrize("value", [b"-1", b"+1", b"1.0", b"1e3", b"x", b"1 2", b"1000000", b"\xb2"])
+def test_ranks_that_are_refused(value: bytes) -> None:
+    assert refused(of(RANK_HINT, value)) == ("invalid_hint", "X-Dynamo-DP-Rank")
+
+
+def test_worker_hint() -> None:
+    assert identify(of(WORKER_HINT, b" w-1 ")).worker_hint == "w-1"
+    assert identify(of(WORKER_HINT, b" ")).worker_hint is None
+    assert identify(of(WORKER_HINT, b"\xff")).worker_hint == "\xff"  # names nobody; must not fail
+    assert refused(of(WORKER_HINT, b"a", b"b"))[0] == "invalid_hint"
+
+
+# -- keys
+
+fields = st.binary(max_size=40)
+
+
+def test_key_is_forty_hex_digits_and_the_same_everywhere() -> None:
+    # A fixed value: replicas of different versions must agree.
+    assert KeyHasher().key(b"", b"s1") == KeyHasher().key(b"", b"s1")
+    key = KeyHasher().key(b"tenant", b"session")
+    assert len(key) == 40
+    assert set(key) <= set("0123456789abcdef")
+    assert key == "34b06182d3c6f25a16fd01517973b04802635185"
+
+
+@given(fields, fields, fields, fields)
+def test_no_two_pairs_collide(tenant: bytes, session: bytes, other_tenant: bytes, other_session: bytes) -> None:
+    hasher = KeyHasher()
+    same = (tenant, session) == (other_tenant, other_session)
+    assert (hasher.key(tenant, session) == hasher.key(other_tenant, other_session)) is same
+
+
+@given(st.binary(max_size=20), st.integers(0, 20))
+def test_no_split_of_one_text_collides(text: bytes, at: int) -> None:
+    """What a separator between tenant and id would get wrong, wherever it is put and whatever is in the fields."""
+    hasher = KeyHasher()
+    at = min(at, len(text))
+    keys = {hasher.key(text[:cut], text[cut:]) for cut in range(len(text) + 1)}
+    assert len(keys) == len(text) + 1
+    for separator in (b":", b"/", b"\x00", b"%d:" % len(text)):
+        assert hasher.key(text[:at] + separator, text[at:]) != hasher.key(text[:at], separator + text[at:])
+
+
+def test_secret_changes_every_key() -> None:
+    assert KeyHasher(b"a").key(b"", b"s") != KeyHasher().key(b"", b"s") != KeyHasher(b"b").key(b"", b"s")
+    assert KeyHasher(b"a" * 64).key(b"", b"s")
+    with pytest.raises(ValueError):
+        KeyHasher(b"a" * 65)
+
+
+def test_hasher_keeps_no_state_between_keys() -> None:
+    hasher = KeyHasher()
+    first = hasher.key(b"", b"a")
+    hasher.key(b"", b"b")
+    assert hasher.key(b"", b"a") == first

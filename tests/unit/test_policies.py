@@ -1,0 +1,120 @@
+"""Where a session goes first."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from app.identity import KeyHasher
+from app.policies import POLICIES, least_loaded, rendezvous, round_robin
+from app.workers import Target, make_worker
+
+
+def targets(count: int) -> list[Target]:
+    return [
+        make_worker(f"http://h:{number + 1}", name=f"w{number}", connect_limit=1, idle_limit=1).targets[0]
+        for number in range(count)
+    ]
+
+
+def name(target: Target) -> str:
+    return target.worker.name
+
+
+hasher = KeyHasher()
+KEYS = [hasher.key(b"", b"%d" % number) for number in range(3000)]
+
+
+def test_the_settings_names() -> None:
+    assert {"least-loaded": least_loaded, "round-robin": round_robin} == POLICIES
+
+
+def test_least_loaded_takes_the_least_loaded() -> None:
+    three = targets(3)
+    pick = least_loaded()
+    for load in ((2, 1, 3), (0, 5, 5), (9, 9, 8)):
+        for target, turns in zip(three, load, strict=True):
+            target.worker.in_flight = turns
+        for _ in range(4):  # wherever its turn is
+            assert pick(three).worker.in_flight == min(load)
+
+
+def test_least_loaded_counts_claims_being_made() -> None:
+    three = targets(3)
+    pick = least_loaded()
+    for _ in range(30):
+        pick(three).worker.reserved += 1
+    assert [target.worker.reserved for target in three] == [10, 10, 10]
+
+
+def test_least_loaded_spreads_what_comes_one_at_a_time() -> None:
+    three = targets(3)
+    pick = least_loaded()
+    assert Counter(name(pick(three)) for _ in range(30)) == {"w0": 10, "w1": 10, "w2": 10}
+
+
+def test_round_robin() -> None:
+    three = targets(3)
+    pick = round_robin()
+    assert [name(pick(three)) for _ in range(6)] == ["w0", "w1", "w2"] * 2
+    three[0].worker.in_flight = 100
+    assert Counter(name(pick(three)) for _ in range(6)) == {"w0": 2, "w1": 2, "w2": 2}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_policies_take_any_number_of_candidates(policy: object) -> None:
+    pick = policy()  # type: ignore[operator]
+    for count in (1, 5, 2, 1, 3):
+        some = targets(count)
+        assert pick(some) in some
+
+
+def test_policies_share_nothing() -> None:
+    three = targets(3)
+    one, two = round_robin(), round_robin()
+    one(three)
+    assert name(two(three)) == "w0"
+
+
+def test_rendezvous_does_not_depend_on_the_order_or_the_load() -> None:
+    five = targets(5)
+    for key in KEYS[:100]:
+        place = rendezvous(key, five)
+        place.worker.in_flight += 7
+        assert rendezvous(key, five[::-1]) is place
+        assert rendezvous(key, five[2:] + five[:2]) is place
+
+
+def test_rendezvous_spreads_evenly() -> None:
+    counted = Counter(name(rendezvous(key, targets_)) for targets_ in [targets(6)] for key in KEYS)
+    assert len(counted) == 6
+    assert all(400 < count < 600 for count in counted.values())  # 500 each; 5 standard deviations are 102
+
+
+def test_only_the_lost_workers_sessions_move_and_they_spread() -> None:
+    six = targets(6)
+    before = {key: rendezvous(key, six) for key in KEYS}
+    left = [target for target in six if name(target) != "w3"]
+    moved: Counter[str] = Counter()
+    for key, place in before.items():
+        now = rendezvous(key, left)
+        if name(place) == "w3":
+            moved[name(now)] += 1
+        else:
+            assert now is place
+    assert len(moved) == 5
+    assert min(moved.values()) > 60  # not all to the same next one: 100 each
+
+
+def test_rendezvous_tells_ranks_apart() -> None:
+    worker = targets(1)[0].worker
+    ranks = [Target(worker, rank) for rank in range(4)]
+    counted = Counter(rendezvous(key, ranks).rank for key in KEYS)
+    assert len(counted) == 4
+    assert min(counted.values()) > 600
+
+
+def test_rendezvous_is_the_same_in_every_version() -> None:
+    """Replicas of two versions run side by side during an update."""
+    assert [name(rendezvous(key, targets(4))) for key in KEYS[:8]] == ["w2", "w1", "w0", "w1", "w0", "w0", "w1", "w2"]

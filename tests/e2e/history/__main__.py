@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from pathlib import Path
 
 from tests.e2e.history.checker import Rules
-from tests.e2e.history.run import run_in_rounds, summary
+from tests.e2e.history.run import check_again, run_in_rounds, summary
 
 
 def main() -> int:
@@ -18,13 +19,20 @@ def main() -> int:
     parser.add_argument("--round", type=float, default=100.0, help="seconds of one round (default: %(default)s)")
     parser.add_argument("--ttl", type=float, default=None, help="seconds (default: 3 and 40, in turn)")
     parser.add_argument("--max-stale", type=float, default=4.0, help="seconds (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, help="folder for histories that are not legal")
+    parser.add_argument("--check", type=Path, metavar="FILE", help="only check a history that was kept")
     args = parser.parse_args()
+    if args.check is not None:
+        report = check_again(args.check)
+        print(report.complaint())
+        print(summary([report]))
+        return 0 if report.ok else 1
     seed = random.randrange(1_000_000) if args.seed is None else args.seed
     # Short-lived claims show what expires, long-lived ones what is kept for too long.
     ttls = [3.0, 40.0] if args.ttl is None else [args.ttl]
     rules = [Rules(store=args.store, ttl=ttl, max_stale=args.max_stale) for ttl in ttls]
     print(f"store {args.store}, seed {seed}", flush=True)
-    reports = run_in_rounds(rules, seconds=args.seconds, round_s=args.round, seed=seed)
+    reports = run_in_rounds(rules, seconds=args.seconds, round_s=args.round, seed=seed, keep=args.keep)
     print(summary(reports))
     return 0 if all(report.ok for report in reports) else 1
 

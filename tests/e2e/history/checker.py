@@ -522,29 +522,26 @@ class _Session:
                     spans[worker].append((begin, min([end, *cuts]), turn.affinity == "created"))
         for fault in self.by_hand:
             if fault.kind == "claim-replaced":  # the new one lives as long as the old one would have
-                before = [
-                    min(span[1], fault.start) for each in spans.values() for span in each if span[0] < fault.start
-                ]
-                held_until = max(
-                    (min(end, fault.start) for _, end, _ in held), default=fault.start - self.faults.rules.ttl
-                )
+                earlier = [end for each in spans.values() for begin, end, _ in each if begin < fault.start]
+                until = min(fault.start, max(earlier, default=fault.start - self.faults.rules.ttl))
                 first[fault.worker] = min(first.get(fault.worker, math.inf), fault.start)
-                spans[fault.worker].append((fault.start, held_until, True))
+                spans[fault.worker].append((fault.start, until, True))
         return [release for worker in first for release in self._expiries_at(worker, first[worker], spans[worker])]
 
     def _expiries_at(self, worker: str, first: float, spans: list[tuple[float, float, bool]]) -> Iterator[_Release]:
         """`first`: when the worker served the session first; `spans`: from when to when its claim was surely held, and
         whether it was made then."""
         rules = self.faults.rules
-        held_until = first - rules.ttl + EARLY  # of what no turn surely held, nothing is known
+        held_until = -math.inf  # of what no turn surely held, nothing is known
         for begin, end, created in sorted(spans):
-            ends = held_until + rules.ttl - EARLY
+            ends = max(first, held_until + rules.ttl - EARLY)
             if begin > ends:
-                if first < ends and begin <= held_until + rules.lifetime and not created:
+                if begin <= held_until + rules.lifetime and not created:
                     continue  # the claim may have ended under its hands
-                yield _Release("expiry", worker, ends, begin, max(1, math.floor((begin - held_until) / rules.ttl)))
+                uses = max(1, math.floor((begin - max(first, held_until)) / rules.ttl))
+                yield _Release("expiry", worker, ends, begin, uses)
             held_until = max(held_until, end)
-        yield _Release("expiry", worker, held_until + rules.ttl - EARLY, math.inf, math.inf)
+        yield _Release("expiry", worker, max(first, held_until + rules.ttl - EARLY), math.inf, math.inf)
 
     def _surely_held(self, turn: Sent, record: Served) -> tuple[float, float] | None:
         """From when to when the turn kept a claim alive, by renewing it."""

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tests.e2e.history.checker import RECOVERY, History, Rules, Sent, Verdict, check, timeline
 from tests.e2e.history.deployment import Deployment
 from tests.e2e.history.load import Load
@@ -75,8 +77,11 @@ async def run(
     return Report(history=history, verdict=verdict, seed=seed, seconds=time.monotonic() - began)
 
 
-def run_in_rounds(rules: list[Rules], *, seconds: float, round_s: float, seed: int) -> list[Report]:
-    """Rounds of about `round_s`, each with fresh processes, the next seed and the next rules."""
+def run_in_rounds(
+    rules: list[Rules], *, seconds: float, round_s: float, seed: int, keep: Path | None = None
+) -> list[Report]:
+    """Rounds of about `round_s`, each with fresh processes, the next seed and the next rules. Histories that are not
+    legal are written to the folder `keep`."""
     reports: list[Report] = []
     began = time.monotonic()
     rounds = max(1, round(seconds / round_s))
@@ -97,7 +102,17 @@ def run_in_rounds(rules: list[Rules], *, seconds: float, round_s: float, seed: i
               f"{time.monotonic() - began:.0f} s: {len(report.verdict.violations)} violations", flush=True)  # fmt: skip
         if not report.ok:
             print(report.complaint(), flush=True)
+            if keep is not None:
+                file = keep / f"history-{report.history.rules.store}-{report.seed}.msgpack"
+                file.write_bytes(msgspec.msgpack.encode(report.history))
+                print(f"kept as {file}", flush=True)
     return reports
+
+
+def check_again(file: Path) -> Report:
+    """Of a history that was kept."""
+    history = msgspec.msgpack.decode(file.read_bytes(), type=History)
+    return Report(history=history, verdict=check(history), seed=0, seconds=0.0)
 
 
 def summary(reports: list[Report]) -> str:

@@ -1,0 +1,46 @@
+"""Short runs of the history checker; `make soak` runs it for longer. Another seed: HISTORY_SEED=7."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.history.checker import Rules
+from tests.e2e.history.run import Report, run, summary
+
+SEED = int(os.environ.get("HISTORY_SEED", "1"))
+
+
+def legal(report: Report) -> bool:
+    print(summary([report]))
+    assert report.ok, report.complaint()
+    return True
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        Rules(store="file", ttl=2.0, deadline=1.5, max_stale=3.0),
+        Rules(store="etcd", ttl=3.0, deadline=2.0, max_stale=3.0),
+    ],
+    ids=lambda rules: rules.store,
+)
+async def test_what_happens_under_faults_is_legal(rules: Rules, tmp_path: Path) -> None:
+    report = await run(
+        rules,
+        seconds=11 if rules.store == "file" else 15,
+        seed=SEED,
+        folder=tmp_path,
+        sessions=80,
+        think_s=0.7,
+        pause_s=(0.2, 0.6),
+    )
+    assert legal(report)
+    verdict = report.verdict
+    # That it has looked at something.
+    assert len({fault.kind for fault in report.history.faults}) >= 6, report.history.faults
+    assert verdict.changes["final"] > 20
+    assert verdict.changes["worker lost"] > 0
+    assert verdict.facts["finals, then created"] > 5

@@ -1,0 +1,502 @@
+"""The history checker itself, on histories made by hand."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.e2e.history.checker import LEFT, Fault, History, Rules, Sent, Served, Verdict, check, timeline
+
+TTL = 3.0
+
+
+class Story:
+    """A history in the making. Times are seconds."""
+
+    def __init__(self, store: str = "file", ttl: float = TTL, max_stale: float = 60.0) -> None:
+        self.history = History(rules=Rules(store=store, ttl=ttl, max_stale=max_stale), sent=[], served=[])
+        self._numbers = itertools.count()
+
+    def turn(
+        self,
+        start: float,
+        affinity: str | None,
+        worker: str,
+        *,
+        replica: str = "r0",
+        session: str = "s",
+        lasts: float = 0.05,
+        begun: float = 0.01,
+        **seen: Any,
+    ) -> Sent:
+        """Served by `worker` from `start + begun` to just before `start + lasts`."""
+        sent = Sent(
+            id=f"t{next(self._numbers)}",
+            session=session,
+            replica=replica,
+            start=start,
+            head=start + begun + 0.001,
+            end=start + lasts,
+            status=200,
+            affinity=affinity,
+            worker=worker,
+        )
+        for name, value in seen.items():
+            setattr(sent, name, value)
+        self.history.sent.append(sent)
+        outcome = "aborted" if sent.outcome == "aborted" else "completed"
+        self.history.served.append(
+            Served(
+                id=sent.id,
+                session=session,
+                worker=worker,
+                start=start + begun,
+                end=start + lasts - 0.001,
+                outcome=outcome,
+            )
+        )
+        return sent
+
+    def unserved(self, start: float, outcome: str, *, replica: str = "r0", lasts: float = 0.05, **seen: Any) -> Sent:
+        """A turn that reached no worker."""
+        sent = Sent(
+            id=f"t{next(self._numbers)}", session="s", replica=replica, start=start, end=start + lasts, outcome=outcome
+        )
+        for name, value in seen.items():
+            setattr(sent, name, value)
+        self.history.sent.append(sent)
+        return sent
+
+    def fault(self, kind: str, target: str, start: float, end: float, **more: Any) -> None:
+        self.history.faults.append(Fault(kind=kind, target=target, start=start, end=end, **more))
+
+    def check(self) -> Verdict:
+        return check(self.history)
+
+    def broken_rules(self) -> list[str]:
+        return [violation.rule for violation in self.check().violations]
+
+
+# --- one session, one worker ------------------------------------------------------------------------------------------
+
+
+def test_a_session_that_stays_is_legal() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0")
+    story.turn(2, "stored", "w0", replica="r1")
+    assert not story.check().violations
+
+
+@pytest.mark.parametrize("affinity", ["created", "stored", "cached", "rebound"])
+@pytest.mark.parametrize("store", ["file", "etcd"])
+def test_a_session_that_moves_without_a_reason_is_split(store: str, affinity: str) -> None:
+    story = Story(store)
+    story.turn(0, "created", "w0")
+    story.turn(2, affinity, "w1", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_two_first_turns_at_once_on_two_workers_are_split() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", lasts=1)
+    story.turn(0.001, "created", "w1", replica="r1", lasts=1)
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_claim_that_is_made_again_at_the_same_worker_must_have_been_lost() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "created", "w0", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_final_turn_releases() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.06, "created", "w1", replica="r1")
+    verdict = story.check()
+    assert not verdict.violations
+    assert verdict.changes == {"final": 1}
+
+
+def test_a_final_turn_releases_once() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(0.5, "cached", "w0", final=True)
+    story.turn(1.06, "created", "w1", replica="r1")
+    story.turn(1.5, "created", "w2", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_close_that_takes_the_successor_s_claim_is_seen() -> None:
+    """What a close without a fence does: two final turns at once, and the later one ends the next claim."""
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1, "stored", "w0", replica="r1", final=True, lasts=0.5)
+    story.turn(1.1, "created", "w1")
+    story.turn(2, "created", "w2", replica="r2")
+    assert "split session" in story.broken_rules()
+
+
+def test_turns_that_began_before_the_close_may_run_on_beside_the_next_claim() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", replica="r1", lasts=2)
+    story.turn(0.5, "stored", "w0", final=True)
+    story.turn(0.6, "created", "w1")
+    story.turn(1.0, "stored", "w1", replica="r1")
+    assert not story.check().violations
+
+
+def test_a_final_turn_does_not_release_before_it_ends() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", final=True, lasts=2)
+    story.turn(1, "created", "w1", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+@pytest.mark.parametrize(("status", "legal"), [(200, True), (502, False)])
+def test_a_final_turn_that_the_client_will_retry_keeps_the_claim(status: int, legal: bool) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("worker-killed", "w2", 0.9, 1.2)  # so that the 502 is no lost turn
+    story.unserved(
+        1, "error" if status == 502 else "aborted", final=True, status=status, worker="w2", head=1.01, affinity="cached"
+    )
+    story.turn(2, "created", "w1", replica="r1")
+    assert ("split session" not in story.broken_rules()) == legal
+
+
+def test_a_pending_close_lets_turns_join() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", lasts=2)
+    story.turn(0.5, "cached", "w0", final=True)  # pending: the first one still runs
+    story.turn(0.6, "stored", "w0", replica="r1", final=True)  # closes
+    story.turn(0.7, "created", "w1", replica="r1")
+    story.turn(0.8, "cached", "w0")  # joins the pending one
+    assert not story.check().violations
+
+
+def test_a_pending_close_lets_no_turns_join_on_other_replicas() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", lasts=2)
+    story.turn(0.5, "cached", "w0", final=True)
+    story.turn(0.6, "stored", "w0", replica="r1", final=True)
+    story.turn(0.7, "created", "w1", replica="r1")
+    story.turn(0.8, "cached", "w0", replica="r2")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_claim_expires_a_ttl_after_the_last_turn() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", lasts=4)
+    story.turn(4.9 + TTL, "created", "w1", replica="r1")
+    verdict = story.check()
+    assert not verdict.violations
+    assert verdict.changes == {"expiry": 1}
+
+
+def test_a_claim_does_not_expire_earlier() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", lasts=4)
+    story.turn(4 + TTL, "created", "w1", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_turn_on_a_frozen_replica_does_not_renew() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", replica="r1")
+    story.turn(1, "stored", "w0", lasts=8)
+    story.fault("replica-frozen", "r0", 1.1, 8)
+    story.turn(1.1 + TTL, "created", "w1", replica="r1")
+    assert not story.check().violations
+
+
+def test_a_claim_does_not_die_with_its_replica() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(0.5, "cached", "w0")
+    story.fault("replica-killed", "r0", 1, 4)
+    story.turn(1.5, "created", "w1", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_claim_that_a_replica_made_just_before_its_end_lives_too() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("replica-killed", "r0", 0.1, 4)
+    story.turn(1.5, "created", "w1", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_the_sessions_of_a_lost_worker_move() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("worker-killed", "w0", 0.5, 2)
+    story.turn(1, "rebound", "w1")
+    story.turn(1.2, "rebound", "w1", replica="r1")
+    verdict = story.check()
+    assert not verdict.violations
+    assert verdict.changes == {"worker lost": 1}
+
+
+def test_the_sessions_of_another_worker_do_not() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("worker-killed", "w2", 0.5, 2)
+    story.turn(1, "rebound", "w1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_a_slow_worker_keeps_its_sessions() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("worker-frozen", "w0", 0.5, 2)
+    story.turn(1, "rebound", "w1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_after_a_rebind_nobody_goes_back() -> None:
+    story = Story("etcd", ttl=40)
+    story.turn(0, "created", "w0")
+    story.fault("worker-killed", "w0", 0.5, 2)
+    story.turn(1, "rebound", "w1")
+    story.turn(4.5, "cached", "w0", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+@pytest.mark.parametrize("kind", ["claim-removed", "claim-garbled"])
+def test_a_claim_that_was_destroyed_is_made_anew(kind: str) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault(kind, "s", 0.5, 0.5)
+    story.turn(1, "created", "w1", replica="r1")
+    assert not story.check().violations
+
+
+def test_a_claim_that_was_replaced_is_followed_at_once_where_it_is_read() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("claim-replaced", "s", 0.5, 0.5, worker="w2")
+    story.turn(1, "stored", "w2", replica="r1")
+    assert not story.check().violations
+    story.turn(2, "stored", "w0", replica="r2")
+    assert story.broken_rules() == ["split session"]
+
+
+@pytest.mark.parametrize(("at", "legal"), [(3.0, True), (6.0, False)])
+def test_a_claim_that_was_replaced_is_followed_within_max_stale_where_it_is_cached(at: float, legal: bool) -> None:
+    story = Story(ttl=40, max_stale=4)
+    story.turn(0, "created", "w0")
+    story.fault("claim-replaced", "s", 0.5, 0.5, worker="w2")
+    story.turn(1, "stored", "w2", replica="r1")
+    story.turn(at, "cached", "w0")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+# --- news -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("store", "legal"), [("etcd", True), ("file", False)])
+def test_the_news_of_a_close_may_take_a_moment_where_there_are_no_stamps(store: str, legal: bool) -> None:
+    story = Story(store)
+    story.turn(0, "created", "w0")
+    story.turn(0.1, "cached", "w0", replica="r1")
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.1, "created", "w1")
+    story.turn(1.2, "cached", "w0", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+def test_what_was_asked_of_the_store_is_not_old() -> None:
+    story = Story("etcd")
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.1, "created", "w1")
+    story.turn(1.2, "stored", "w0", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+@pytest.mark.parametrize(("at", "legal"), [(5.0, True), (9.0, False)])
+def test_a_watch_on_a_frozen_member_is_given_up(at: float, legal: bool) -> None:
+    story = Story("etcd", ttl=40)
+    story.turn(0, "created", "w0", replica="r1")
+    story.fault("member-frozen", "m0", 0.9, 20)
+    story.turn(1, "stored", "w0", final=True)
+    story.turn(1.1, "created", "w1")
+    story.turn(at, "cached", "w0", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+def test_turns_that_look_together_share_what_they_see() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", replica="r1")
+    story.turn(0.9, "stored", "w0", begun=0.4, lasts=0.5)
+    story.turn(1, "cached", "w0", replica="r1", final=True)
+    story.turn(1.06, "created", "w1", replica="r2")
+    story.turn(1.2, "stored", "w0", begun=0.1, lasts=0.2)
+    assert not story.check().violations
+
+
+# --- without the store ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("start", "legal"), [(1.0, True), (9.0, False)])
+def test_a_degraded_turn_needs_an_outage(start: float, legal: bool) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("disk-full", "", 0.5, 3)
+    story.turn(start, "degraded", "w1", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["degraded"])
+
+
+def test_degraded_turns_are_no_reason_to_move() -> None:
+    story = Story(ttl=40)
+    story.turn(0, "created", "w0")
+    story.fault("disk-full", "", 0.5, 3)
+    story.turn(1, "degraded", "w1", replica="r1")
+    story.turn(8, "stored", "w1", replica="r1")
+    assert story.broken_rules() == ["split session"]
+
+
+# --- time to live -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("affinity", "legal"), [("created", True), ("stored", False), ("cached", False)])
+@pytest.mark.parametrize("store", ["file", "etcd"])
+def test_no_claim_outlives_its_ttl(store: str, affinity: str, legal: bool) -> None:
+    story = Story(store)
+    story.turn(0, "created", "w0")
+    story.turn(0.05 + story.history.rules.lifetime + 0.1, affinity, "w0", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["claim outlived its TTL"])
+
+
+def test_a_turn_that_a_frozen_replica_still_had_is_no_idle_time() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", outcome="aborted")
+    story.fault("replica-frozen", "r0", 0.04, 4)
+    story.turn(6, "stored", "w0", replica="r1")
+    assert not story.check().violations
+
+
+# --- finals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("affinity", "legal"), [("created", True), ("stored", False), ("cached", False)])
+@pytest.mark.parametrize("replica", ["r0", "r1"])
+def test_a_final_turn_closes(affinity: str, replica: str, legal: bool) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.06, affinity, "w0", replica=replica)
+    assert story.broken_rules() == ([] if legal else ["final did not close"])
+
+
+def test_the_close_of_a_final_turn_is_heard_of_within_moments() -> None:
+    story = Story("etcd")
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.06, "cached", "w0", replica="r1")
+    assert not story.check().violations
+    story.turn(1.2, "cached", "w0", final=True, replica="r1")
+    story.turn(3, "cached", "w0", replica="r2")
+    assert story.broken_rules() == ["final did not close"]
+
+
+def test_a_final_turn_with_others_beside_it_may_close_later() -> None:
+    story = Story()
+    story.turn(0, "created", "w0", lasts=2)
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.06, "cached", "w0")
+    assert not story.check().violations
+
+
+# --- every turn -------------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_without_an_answer_is_lost() -> None:
+    for outcome, status in [("cut", 200), ("broken", 200), ("error", 503), ("timeout", None), ("refused", None)]:
+        story = Story()
+        story.unserved(0, outcome, status=status)
+        assert story.broken_rules() == ["lost turn"], outcome
+
+
+@pytest.mark.parametrize(("outcome", "legal"), [("cut", True), ("refused", True), ("error", False)])
+def test_a_killed_replica_excuses_what_cannot_be_answered(outcome: str, legal: bool) -> None:
+    story = Story()
+    story.fault("replica-killed", "r0", 0.01, 2)
+    story.unserved(0, outcome, status=503 if outcome == "error" else None)
+    assert story.broken_rules() == ([] if legal else ["lost turn"])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status", "legal"), [("broken", 200, True), ("error", 502, True), ("error", 503, False)]
+)
+def test_a_killed_worker_excuses_what_it_was_answering(outcome: str, status: int, legal: bool) -> None:
+    story = Story()
+    story.fault("worker-killed", "w0", 0.01, 2)
+    story.unserved(0, outcome, status=status, worker="w0")
+    assert story.broken_rules() == ([] if legal else ["lost turn"])
+
+
+def test_nothing_excuses_a_turn_whose_worker_and_replica_lived() -> None:
+    story = Story()
+    for kind, target in [
+        ("worker-killed", "w1"),
+        ("replica-killed", "r1"),
+        ("replica-frozen", "r0"),
+        ("worker-frozen", "w0"),
+        ("disk-full", ""),
+    ]:
+        story.fault(kind, target, 0, 2)
+    story.turn(0.5, "created", "w0", outcome="cut")
+    assert "lost turn" in story.broken_rules()
+
+
+def test_a_turn_is_run_once() -> None:
+    story = Story()
+    turn = story.turn(0, "created", "w0")
+    story.history.served.append(Served(id=turn.id, session="s", worker="w0", start=0.02, end=0.04))
+    assert "turn run twice" in story.broken_rules()
+
+
+def test_an_answer_names_the_worker_that_gave_it() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.history.served[0].worker = "w1"
+    assert story.broken_rules() == ["misreported turn"]
+
+
+def test_a_client_that_has_seen_the_end_need_not_stay() -> None:
+    story = Story()
+    turn = story.turn(0, "created", "w0", note=LEFT)
+    story.history.served[0].outcome = "aborted"
+    assert not story.check().violations
+    turn.note = ""
+    assert story.broken_rules() == ["misreported turn"]
+
+
+def test_workers_serve_only_what_was_sent() -> None:
+    story = Story()
+    story.history.served.append(Served(id="t99", session="s", worker="w0", start=0, end=1))
+    assert story.broken_rules() == ["invented turn"]
+
+
+def test_a_violation_is_told_with_what_everybody_saw() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.fault("disk-full", "", 0.1, 0.2)
+    story.turn(2, "created", "w1", replica="r1")
+    story.turn(1, "created", "w2", session="other")
+    [violation] = [v for v in story.check().violations if v.session == "s"]
+    told = timeline(story.history, violation)
+    assert "sends turn t0 to r0" in told
+    assert "begins t1" in told
+    assert "disk-full" in told
+    assert "t2" not in told

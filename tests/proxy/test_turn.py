@@ -724,6 +724,26 @@ async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
         assert (await b.get(SESSION)).status == 200
 
 
+@pytest.mark.parametrize("done", [False, True])
+async def test_client_leaves_while_its_final_turn_is_bound(done: bool) -> None:
+    """What is claimed for it is closed again: nobody else would."""
+    store = ScriptedStore(MemoryStore())
+    worker = ByteWorker(answers(OK))
+    gate = asyncio.Event()
+    (store.after if done else store.before)["create"] = gate
+    async with bench(worker, store=store) as b:
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: store.calls["create"])
+        client.leave()
+        await asyncio.sleep(0.01)
+        gate.set()
+        await client.finish()
+        assert b.outcomes() == {"aborted": 1}
+        assert not worker.connections
+        await until(lambda: not b.affinity.pending_closes)
+        assert await b.claim() is None
+
+
 async def test_client_leaves_while_a_connection_is_made() -> None:
     async def silent(peer: Peer) -> None:
         await peer.gone()

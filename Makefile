@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check bench-claims clean
+.PHONY: run test check bench-claims soak clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -22,6 +22,17 @@ check: $(READY)
 # What a session's claim costs, see benchmarks/README.md; gRPC would remark on each process that is started
 bench-claims: $(READY)
 	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.claims $(if $(QUICK),--quick)
+
+SOAK_SECONDS ?= 600
+SOAK_STORE ?= file etcd
+SOAK_SEED ?=
+
+# Faults under load, and whether what happened was legal: SOAK_SECONDS on each store, see tests/e2e/history/
+soak: $(READY)
+	@for store in $(SOAK_STORE); do \
+		$(BIN)/python -m tests.e2e.history --store $$store --seconds $(SOAK_SECONDS) \
+			$(if $(SOAK_SEED),--seed $(SOAK_SEED)) || exit 1; \
+	done
 
 clean:
 	rm -rf .venv .coatcheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

@@ -59,6 +59,8 @@ ANY = "*"
 EDGE = 0.25
 """Seconds by which clocks of two processes may be apart: a time is taken a moment after what it is the time of, and a
 busy machine makes that moment long."""
+MOMENT = 0.02
+"""Seconds that a replica may take to put away a turn whose end its client has seen."""
 EARLY = 0.3
 """Seconds that a renewal may be older than the end of the turn that made it."""
 RECOVERY = 3.0
@@ -487,9 +489,10 @@ class _Session:
             if not surely:
                 hi = max(ended, turn.end) + self.faults.rules.deadline + 1.0
             for other in self.turns:
-                beside = other is not turn and other.replica == turn.replica and self._ends[other.id] >= ended - EDGE
-                if beside and other.start < hi and self._ends[other.id] + 0.5 > hi:
-                    hi, reason, surely = self._ends[other.id] + 0.5, "final, close pending", False
+                until = self._ends[other.id]
+                beside = other is not turn and other.replica == turn.replica and until >= turn.start - MOMENT
+                if beside and until >= ended - EDGE and other.start < hi < until + 0.5:
+                    hi, reason, surely = until + 0.5, "final, close pending", False
             if not surely:  # the answer did not wait for the close
                 hi, reason = self._held_up(turn.replica, lo, hi, reason)
             yield _Release(reason, worker, lo, hi)
@@ -598,7 +601,7 @@ def check_finals(session: _Session, verdict: Verdict) -> None:
         if following is None:
             continue
         until = following.head or following.end
-        beside = [turn for turn in others if turn.start < final.end and session.ended(turn) >= final.start - 0.02]
+        beside = [turn for turn in others if turn.start < final.end and session.ended(turn) >= final.start - MOMENT]
         running = any(turn.replica == final.replica for turn in beside)
         looking = any(
             turn.replica == following.replica

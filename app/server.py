@@ -83,6 +83,10 @@ class ClientProtocol(HttpToolsProtocol):
             self._serving = None
 
     def send_400_response(self, msg: str) -> None:
+        answering = self._serving._cycle if self._serving is not None else self.cycle
+        if answering is not None and answering.response_started and not answering.response_complete:
+            self.transport.close()  # an error amid the bytes of another answer would be taken for a part of it
+            return
         status, headers, body = error_response(TurnError("invalid_request", "the request is not valid HTTP/1.1"))
         lines = [b"%b: %b\r\n" % pair for pair in headers]
         self.transport.write(b"".join([_STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))

@@ -356,6 +356,22 @@ async def test_what_is_not_http_gets_an_openai_error(request_: bytes) -> None:
         assert (error["code"], error["type"]) == ("invalid_request", "invalid_request_error")
 
 
+async def test_garbage_after_a_request_is_not_answered_inside_its_answer() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await peer.gone()
+
+    async with serving(script) as r:
+        client = await r.connect()
+        await client.ask(post())
+        await client.reader.readuntil(b"data: a\n\n\r\n")
+        await client.ask(b"nonsense\r\n\r\n")
+        assert await client.rest() == b""
+        await until(lambda: r.bench.proxy.turns == 0)
+        assert r.bench.outcomes() == {"aborted": 1}
+
+
 async def test_too_large_request_is_answered_while_it_is_being_sent() -> None:
     async with serving(answers(OK), limits=Limits(body_bytes=1024)) as r:
         client = await r.connect()

@@ -121,9 +121,9 @@ class Fault:
 
     kind: str
     """replica-killed | replica-frozen | worker-killed | worker-frozen | member-killed | member-frozen | quorum-lost |
-    compacted | disk-full | claim-removed | claim-garbled | claim-replaced"""
+    compacted | disk-full | claim-removed | claim-garbled | claim-replaced | machine-slow (not its doing)"""
     target: str = ""
-    """Of a claim: the session."""
+    """Of a claim: the session. Of a slow machine: the replica that was slow, or nobody: all."""
     start: float
     end: float = math.inf
     leader: bool = False
@@ -708,15 +708,15 @@ class _Faults:
         return any(
             fault.start <= end and fault.end + RECOVERY >= start
             for fault in self.all
-            if fault.kind in ("disk-full", "quorum-lost") or fault.kind.startswith("member-")
+            if fault.kind in ("disk-full", "quorum-lost", "machine-slow") or fault.kind.startswith("member-")
         )
 
     def outages(self, replica: str) -> list[tuple[float, float]]:
         """When the store may have been away for this replica.
 
         A full disk; a cluster without a quorum, or whose leader was lost (an election takes longer than a call may);
-        its own freezing, in which the deadlines of its calls passed; and, on files, the freezing of another one that
-        may have held a lock, from the deadline on."""
+        its own freezing, in which the deadlines of its calls passed, or slowness by which they may have; and, on files,
+        the freezing of another one that may have held a lock, from the deadline on."""
         if replica not in self._outages:
             found = []
             for fault in self.all:
@@ -726,6 +726,8 @@ class _Faults:
                     or (fault.kind == "replica-frozen" and fault.target == replica)
                 ):
                     found.append((fault.start, fault.end + RECOVERY))
+                elif fault.kind == "machine-slow" and fault.target in ("", replica):
+                    found.append((fault.start - self.rules.deadline, fault.end + RECOVERY))
                 elif fault.kind == "replica-frozen" and self.rules.store == "file":
                     found.append((fault.start + self.rules.deadline - EDGE, fault.end + RECOVERY))
             self._outages[replica] = found

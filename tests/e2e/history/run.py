@@ -15,6 +15,7 @@ from tests.e2e.history.checker import RECOVERY, History, Rules, Sent, Verdict, c
 from tests.e2e.history.deployment import Deployment
 from tests.e2e.history.load import Load
 from tests.e2e.history.nemesis import Nemesis
+from tests.e2e.history.witness import Witness
 from tests.support.processes import Processes
 
 SHOWN_VIOLATIONS = 5
@@ -61,8 +62,9 @@ async def run(
             nemesis = Nemesis(deployment, load, seed=seed, pause_s=pause_s)
             living = asyncio.ensure_future(load.run())
             try:
-                await nemesis.run(seconds)
-                await asyncio.sleep(RECOVERY)
+                async with Witness(deployment, nemesis.faults):
+                    await nemesis.run(seconds)
+                    await asyncio.sleep(RECOVERY)
             finally:
                 load.end()
                 await living

@@ -295,6 +295,7 @@ class _Endpoint:
         options: list[tuple[str, Any]] = [
             ("grpc.keepalive_time_ms", 10_000),  # etcd ends connections that ping more often than every 5 s,
             ("grpc.keepalive_timeout_ms", 3_000),
+            ("grpc.http2.ping_timeout_ms", 3_000),  # newer gRPC wants both, or waits for a minute
             ("grpc.keepalive_permit_without_calls", 0),  # or that ping without a call.
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),

@@ -69,6 +69,8 @@ SILENT_INTERVALS = 2.5
 MAX_KNOWN_LEASES = 10_000
 CHECK_TTL_S = 60.0
 AGAIN_PAUSE_S = 0.05
+CLOSE_GRACE_S = 0.1
+"""Calls on their way when the store is closed may still end by themselves for so long."""
 SUSPECT_S = 5.0
 """An endpoint that failed is passed over this long while another is left."""
 
@@ -486,7 +488,9 @@ class EtcdStore:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for endpoint in self._endpoints:
-            await endpoint.channel.close()
+            await endpoint.channel.close(CLOSE_GRACE_S)
+        # gRPC ends cancelled calls on a thread of its own, and complains when their loop is gone by then.
+        await asyncio.sleep(0.01)
 
     # --- reading
 

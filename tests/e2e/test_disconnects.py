@@ -188,6 +188,26 @@ async def test_three_hundred_clients_that_leave_at_random_leave_nothing_behind(s
     await settled(standing)
 
 
+async def test_clients_that_leave_while_a_connection_is_made_leave_none_behind(standing: Standing) -> None:
+    """Every turn needs a connection of its own, because every turn before it was given up."""
+    for worker in standing.workers:
+        await order_fault(worker, mode="slow", times=None, ttft_ms=60_000)
+    await settled(standing)
+    baseline = {replica.url: await _sockets_at_rest(replica) for replica in standing.replicas}
+    rng = random.Random(1)
+
+    async def live_and_leave(url: str) -> None:
+        async with await Wire.to(url) as wire:
+            wire.chat()
+            await asyncio.sleep(rng.uniform(0, 0.005))
+            wire.leave()
+
+    for _ in range(15):
+        await asyncio.gather(*(live_and_leave(url) for url in standing.urls for _ in range(15)))
+    await settled(standing)
+    assert {replica.url: await _sockets_at_rest(replica) for replica in standing.replicas} == baseline
+
+
 async def _sockets_at_rest(replica: Replica) -> int:
     """Its open sockets once its idle connections to workers and from clients are gone."""
 

@@ -19,8 +19,8 @@ How it works::
 
     claims/<key>   one immutable file per claim (revision and value); its mtime is the instant at which it expires
     tmp/           files on their way to claims/
-    locks/<xx>     a lock for all keys that begin with xx
-    stamps         65,536 counters, one for all keys with the same first four digits
+    locks/<xx>     a lock for all keys that begin with xx (not to be removed while a router runs)
+    stamps         65,536 counters, one for all keys with the same first four digits (not to be truncated: it is mapped)
 
 *Create*: write a file in `tmp/`, `link` it to its name. The link is complete or absent, and fails if the name is taken.
 *Close, expire, renew*: only while holding the key's lock, after reading the claim again. Creation never replaces and
@@ -618,31 +618,39 @@ class _NotYet(Exception):
 
 class _Unreadable(Exception):
     def __init__(self, changed_ns: int) -> None:
-        self.changed_ns = changed_ns
-        """By the file system's clock."""
+        self._changed_ns = changed_ns
+
+    def is_corrupt(self, now_ns: int) -> bool:
+        """Both by the file system's clock."""
+        return self._changed_ns + GRACE_S * 1e9 < now_ns
 
 
 class _Clock:
-    """The file system's clock, seen through this process's monotonic clock. Nanoseconds since 1970."""
+    """The file system's clock, seen through this process's monotonic clock. Nanoseconds since 1970.
+
+    Between two looks it is an estimate, behind the truth by a tick at most, and seldom ahead of it by more than 20 ms:
+    what is decided for good (an expiry, a removal) uses the time that `learn` answers."""
 
     def __init__(self) -> None:
-        self._ahead_ns = 0
-        self._learned_ns = 0
+        self._learned = (0, 0)
+        """When, by the monotonic clock, and how far the other is ahead of that. One object: many threads learn."""
 
-    def learn(self, now_ns: int) -> None:
-        """`now_ns`: an mtime that the file system has just given."""
-        self._learned_ns = time.monotonic_ns()
-        self._ahead_ns = now_ns - self._learned_ns
+    def learn(self, before_ns: int, given_ns: int) -> int:
+        """`given_ns`: an mtime that the file system gave, later than `before_ns` of the monotonic clock."""
+        after_ns = time.monotonic_ns()
+        if after_ns - before_ns < 20_000_000 or self.age_s > 10:
+            self._learned = (after_ns, given_ns - before_ns)
+        return given_ns
 
     @property
     def age_s(self) -> float:
-        return (time.monotonic_ns() - self._learned_ns) / 1e9
+        return (time.monotonic_ns() - self._learned[0]) / 1e9
 
     def now_ns(self) -> int:
-        return time.monotonic_ns() + self._ahead_ns
+        return time.monotonic_ns() + self._learned[1]
 
     def monotonic_s(self, at_ns: int) -> float:
-        return (at_ns - self._ahead_ns) / 1e9
+        return (at_ns - self._learned[1]) / 1e9
 
 
 class _Disk:
@@ -669,25 +677,23 @@ class _Disk:
         for _ in range(_CREATE_ATTEMPTS):
             try:
                 found = self._read(key)
+                if found is not None and found.expires_ns <= self._clock.now_ns():
+                    found = self._bury(key)
             except _Unreadable:
-                self._bury(key)
-                continue
-            if found is None:
-                made = self._make(step, key, proposal, ttl)
-                if made is not None:
-                    return made, True
-                # The name was taken meanwhile, or it is our own success reported twice (NFS): read it.
-            elif found.expires_ns > self._clock.now_ns():
+                found = self._bury(key)
+            if found is not None:
                 return found, found.value.nonce == proposal.nonce
-            else:
-                self._bury(key)
+            made = self._make(step, key, proposal, ttl)
+            if made is not None:
+                return made, True
+            # The name was taken meanwhile, or it is our own success reported twice (NFS): read it.
         raise StoreUnavailable(f"claim {key} kept coming and going")
 
     def get(self, key: str) -> _Found | None:
         try:
             found = self._read(key)
         except _Unreadable as unreadable:
-            if self._is_corrupt(unreadable):
+            if unreadable.is_corrupt(self._clock.now_ns()):
                 return None  # whoever creates next removes it
             raise _NotYet(f"claim {key} is unreadable") from None
         if found is None or found.expires_ns <= self._clock.now_ns():
@@ -699,7 +705,7 @@ class _Disk:
             found = self._judge(claim.key, lock)
             if found is None or not found.is_same(claim):
                 raise ClaimLost(f"claim {claim.key} does not stand any more")
-            expires_ns = max(found.expires_ns, self._expiry(found.revision, ttl))
+            expires_ns = max(found.expires_ns, _expiry(self._ask_time(lock), found.revision, ttl))
             step.commit()
             try:
                 os.utime(self._path(claim.key), ns=(expires_ns, expires_ns), follow_symlinks=False)
@@ -846,11 +852,6 @@ class _Disk:
             raise ValueError(f"{key!r} is not a claim key: 40 to 64 lower-case hex digits")
         return f"{self.claims}/{key}"
 
-    def _expiry(self, revision: int, ttl: float) -> int:
-        """LIFETIME x ttl from now, less up to 2 ms so that its last six digits can be the revision's (see `_mark`)."""
-        at_ns = self._clock.now_ns() + int(LIFETIME * ttl * 1e9) - _MARK_NS
-        return at_ns - at_ns % _MARK_NS + revision % _MARK_NS
-
     def _read(self, key: str) -> _Found | None:
         """What is there, expired or not. Raises _Unreadable."""
         path = self._path(key)
@@ -886,7 +887,7 @@ class _Disk:
         """None when the name was taken."""
         revision = secrets.randbits(62) + 1
         record = _encoder.encode(_Record(key=key, revision=revision, value=value))
-        with self._written(record, lambda: self._expiry(revision, ttl)) as (temp, status):
+        with self._written(record, lambda now_ns: _expiry(now_ns, revision, ttl)) as (temp, status):
             step.commit()
             try:
                 os.link(temp, self._path(key))
@@ -899,24 +900,26 @@ class _Disk:
 
     @contextlib.contextmanager
     def _written(
-        self, content: bytes, expires_ns: Callable[[], int] | None = None, *, sync: bool = True
+        self, content: bytes, expires_ns: Callable[[int], int] | None = None, *, sync: bool = True
     ) -> Iterator[tuple[str, os.stat_result]]:
-        """A complete temporary file, until the end of the context. `expires_ns` is asked once the time is known."""
+        """A complete temporary file, until the end of the context. `expires_ns`: from the time now to its expiry."""
         temp = f"{self._temps}/{secrets.token_hex(12)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        before_ns = time.monotonic_ns()
         try:
             fd = os.open(temp, flags, 0o600)
         except FileNotFoundError:
             self._heal()
+            before_ns = time.monotonic_ns()
             fd = os.open(temp, flags, 0o600)
         try:
             try:
-                self._clock.learn(os.fstat(fd).st_mtime_ns)
+                now_ns = self._clock.learn(before_ns, os.fstat(fd).st_mtime_ns)
                 written = 0
                 while written < len(content):
                     written += os.write(fd, content[written:])
                 if expires_ns is not None:
-                    at_ns = expires_ns()
+                    at_ns = expires_ns(now_ns)
                     os.utime(fd, ns=(at_ns, at_ns))
                 if sync and self._sync:
                     os.fsync(fd)
@@ -958,30 +961,26 @@ class _Disk:
         try:
             found = self._read(key)
         except _Unreadable as unreadable:
-            self._ask_time(lock)
-            if not self._is_corrupt(unreadable):
+            if not unreadable.is_corrupt(self._ask_time(lock)):
                 raise _NotYet(f"claim {key} is unreadable") from None
             log.warning("%s: removing claim %s: its file is unreadable", self.root, key)
         else:
             if found is None or found.expires_ns > self._clock.now_ns():
                 return found
-            self._ask_time(lock)
-            if found.expires_ns > self._clock.now_ns():
+            if found.expires_ns > self._ask_time(lock):
                 return found
         with self._bump(key), contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(key))
         return None
 
-    def _bury(self, key: str) -> None:
+    def _bury(self, key: str) -> _Found | None:
         with self._locked(key) as lock:
-            self._judge(key, lock)
+            return self._judge(key, lock)
 
-    def _ask_time(self, lock: int) -> None:
+    def _ask_time(self, lock: int) -> int:
+        before_ns = time.monotonic_ns()
         os.utime(lock)
-        self._clock.learn(os.fstat(lock).st_mtime_ns)
-
-    def _is_corrupt(self, unreadable: _Unreadable) -> bool:
-        return unreadable.changed_ns + GRACE_S * 1e9 < self._clock.now_ns()
+        return self._clock.learn(before_ns, os.fstat(lock).st_mtime_ns)
 
     def _is_stale(self, status: os.stat_result) -> bool:
         return status.st_ctime_ns + STALE_S * 1e9 < self._clock.now_ns()
@@ -1030,6 +1029,12 @@ class _Disk:
             with self._written(content, sync=False) as (temp, _), contextlib.suppress(FileExistsError):
                 os.link(temp, self._stamps)
             return os.open(self._stamps, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _expiry(now_ns: int, revision: int, ttl: float) -> int:
+    """LIFETIME x ttl from now, less up to 2 ms so that its last six digits can be the revision's (see `_mark`)."""
+    at_ns = now_ns + int(LIFETIME * ttl * 1e9) - _MARK_NS
+    return at_ns - at_ns % _MARK_NS + revision % _MARK_NS
 
 
 def _mark(status: os.stat_result) -> int:

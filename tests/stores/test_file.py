@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -557,14 +558,24 @@ class TestLocks:
         assert await store.get(claim.key) is not None
         assert await store.close(successor) is CLOSED
 
-    async def test_a_lock_file_that_is_removed_still_excludes(self, open_file: Open, root: Path) -> None:
-        store = await open_file(deadline=0.5)
+    async def test_a_lock_file_replaced_while_it_is_being_locked_is_not_taken_for_the_lock(
+        self, store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         claim = await make(store, a_key())
-        with store._disk._locked(claim.key):
-            (root / "locks" / claim.key[:2]).unlink()
-            # The new file is another lock; but who holds the old one is found out when it is taken.
-            assert await store.close(claim) is CLOSED
-        assert (root / "locks" / claim.key[:2]).exists()
+        lock = root / "locks" / claim.key[:2]
+        flock = fcntl.flock
+        locked: list[bool] = []
+
+        def remove_first(fd: int, operation: int) -> None:
+            if operation & fcntl.LOCK_EX:
+                if not locked:
+                    lock.unlink()
+                locked.append(lock.exists())
+            flock(fd, operation)
+
+        monkeypatch.setattr(fcntl, "flock", remove_first)
+        assert await store.close(claim) is CLOSED
+        assert locked == [False, True]
 
     async def test_a_process_killed_at_any_moment_leaves_whole_claims_and_no_lock(
         self, store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch
@@ -606,7 +617,8 @@ class TestTime:
         claims = [await make(other, a_key()) for _ in range(3)]
 
         def mistake() -> None:
-            store._disk._clock._ahead_ns += wrong_by_s * 10**9
+            learned_ns, ahead_ns = store._disk._clock._learned
+            store._disk._clock._learned = (learned_ns, ahead_ns + wrong_by_s * 10**9)
 
         mistake()
         await store._walk(None)
@@ -678,7 +690,6 @@ class TestStamps:
         key = a_key()
         before = store.stamp(key)
         (root / "stamps").unlink()
-        assert await other.close(await make(other, key)) is CLOSED
         await eventually(lambda: store.stamp(key) == other.stamp(key) != before)
         before = store.stamp(key)
         assert await other.close(await make(other, key)) is CLOSED

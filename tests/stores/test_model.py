@@ -138,6 +138,9 @@ class Later(_Clock):
         super().__init__()
         self.by_s = 0.0
 
+    def learn(self, before_ns: int, given_ns: int) -> int:
+        return super().learn(before_ns, given_ns) + int(self.by_s * 1e9)
+
     def now_ns(self) -> int:
         return super().now_ns() + int(self.by_s * 1e9)
 

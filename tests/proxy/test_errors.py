@@ -317,7 +317,7 @@ async def test_broken_stream_says_so_and_does_not_end(cut_stream: ByteWorker) ->
         assert b.outcomes() == {"broken": 1}
 
 
-@pytest.mark.parametrize("limits", [Limits(idle=0.05), Limits(total=0.1)])
+@pytest.mark.parametrize("limits", [Limits(idle=0.05), Limits(total=0.5)])
 async def test_stalled_stream(limits: Limits) -> None:
     async def script(peer: Peer) -> None:
         await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\n")

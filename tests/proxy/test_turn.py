@@ -18,7 +18,7 @@ from app.workers import Target
 from backends.base import OutcomeUnknown, StoreUnavailable
 from backends.memory import MemoryStore
 from tests.proxy.harness import DONE, END, FINAL, JSON, OK, SESSION, STREAM, bench, chunk
-from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, until
+from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, settle, until
 
 MIB = 1 << 20
 
@@ -439,7 +439,7 @@ async def test_idle_connections_are_reaped_oldest_first() -> None:
             await peer.send(OK)
             await peer.request()
 
-    async with bench(script, idle_limit=0.2) as b:
+    async with bench(script, idle_limit=0.5) as b:
         pool = b.worker().pool
         clients = [b.request().start() for _ in range(3)]
         await until(lambda: pool.open == 3)
@@ -599,7 +599,7 @@ async def test_failure_while_the_client_is_slow_comes_after_what_was_sent() -> N
         assert b.outcomes() == {"broken": 1}
 
 
-@pytest.mark.parametrize("limits", [Limits(idle=0.03), Limits(first_byte=0.03)])
+@pytest.mark.parametrize("limits", [Limits(idle=0.25), Limits(first_byte=0.25)])
 async def test_slow_client_is_not_the_workers_silence(limits: Limits) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -614,7 +614,7 @@ async def test_slow_client_is_not_the_workers_silence(limits: Limits) -> None:
 
         async def slow(message: dict[str, Any]) -> None:
             if len(client.sent) == 1:
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.6)
 
         client.on_send = slow
         client.start()
@@ -1154,8 +1154,7 @@ async def test_what_the_affinity_header_says() -> None:
         assert outcome == b"created"
         assert await how(SESSION) == (b"cached", worker)
         store.drop_watch()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await settle()
         assert await how(SESSION) == (b"stored", worker)
         store.go_away()
         outcome, worker = await how((b"session-id", b"other"))

@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http=client_protocol(is_proxied),
+                http=client_protocol(is_proxied, lambda: router.draining),
                 ws="none",
                 lifespan="on",
                 log_config=None,

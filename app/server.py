@@ -46,9 +46,15 @@ class ClientProtocol(HttpToolsProtocol):
 
     proxied: Callable[[str], bool]
     """Which paths go to our writer."""
+    draining: Callable[[], bool]
+    """Whether the process is about to stop."""
     _serving: Response | None = None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self.draining():
+            # Whoever keeps this connection alive (a load balancer) must not write the next request into it just as it
+            # is closed: a request that may have been received cannot be sent again.
+            cycle.keep_alive = False
         if self.proxied(cycle.scope["path"]):
             self._serving = cycle = Response(cycle, self.loop)  # type: ignore[assignment]  # all that is used of one
         super()._start_asgi_task(cycle, app)
@@ -113,9 +119,13 @@ def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
     return parser
 
 
-def client_protocol(proxied: Callable[[str], bool]) -> type[ClientProtocol]:
-    """The protocol class whose writer serves the paths that `proxied` is true of."""
-    return type("ClientProtocol", (ClientProtocol,), {"proxied": staticmethod(proxied)})
+def client_protocol(
+    proxied: Callable[[str], bool], draining: Callable[[], bool] = lambda: False
+) -> type[ClientProtocol]:
+    """The protocol class whose writer serves the paths that `proxied` is true of, and which ends each connection with
+    its next answer while `draining`."""
+    methods = {"proxied": staticmethod(proxied), "draining": staticmethod(draining)}
+    return type("ClientProtocol", (ClientProtocol,), methods)
 
 
 class Response:

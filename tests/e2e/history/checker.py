@@ -65,6 +65,8 @@ EARLY = 0.3
 """Seconds that a renewal may be older than the end of the turn that made it."""
 RECOVERY = 3.0
 """Seconds after an outage until every replica has noticed its end and claimed what it had placed meanwhile."""
+RETURN = 1.5
+"""Seconds after an outage until every replica has noticed its end."""
 CLOSE_BACKOFF = 6.0
 """Seconds after an outage until a close that failed in it has been tried again."""
 GRACE = 1.0
@@ -422,8 +424,8 @@ class _Session:
                 if begin <= start <= end + rules.news:
                     lo = min(lo, begin - rules.news)
             row = [other for other in self._row(turn, record) if other is not turn]
-            if any(other.final for other in [*row, turn]):
-                lo = min([lo, *(other.start for other in row)])
+            if any(other.final for other in row):
+                lo = min(lo, *(other.start for other in row))
         return lo
 
     def _shared_look(self, turn: Sent, record: Served) -> float:
@@ -442,18 +444,20 @@ class _Session:
 
     def _row(self, turn: Sent, record: Served | None) -> list[Sent]:
         """Turns at its worker and replica that overlap with it, directly or through others, and began before."""
-        row = [turn]
-        lo = turn.start
-        for other in reversed(self.turns):
-            if other.replica != turn.replica or other in row:
-                continue
-            if other.start >= (record.start if record else turn.end):
-                continue
-            if record and self.place(other) not in (record.worker, None):
-                continue
-            if self._ends[other.id] >= lo - EDGE:
-                row.append(other)
-                lo = min(lo, other.start)
+        until = record.start if record else turn.end
+        left = [
+            other
+            for other in self.turns
+            if other is not turn
+            and other.replica == turn.replica
+            and other.start < until
+            and (record is None or self.place(other) in (record.worker, None))
+        ]
+        row, lo = [turn], turn.start
+        while joined := [other for other in left if self._ends[other.id] >= lo - MOMENT]:
+            row += joined
+            lo = min(lo, *(other.start for other in joined))
+            left = [other for other in left if other not in joined]
         return row
 
     def row_start(self, turn: Sent) -> float:
@@ -463,7 +467,7 @@ class _Session:
         found = [release for turn in self.turns if turn.final for release in self._of_final(turn)]
         for fault in self.faults.all:
             if fault.kind == "worker-killed":
-                end = fault.end + 1.0 + self.faults.rules.deadline
+                end = fault.end + 1.0
                 for frozen in self.faults.of("replica-frozen"):
                     if frozen.start < end and frozen.end > fault.start:
                         end = max(end, frozen.end + 1.0)
@@ -502,9 +506,9 @@ class _Session:
         for fault in self.faults.of("replica-frozen", replica):
             if fault.start <= hi and fault.end >= lo and fault.end + 1.0 > hi:
                 hi, reason = fault.end + 1.0, "final, replica frozen"
-        for begin, end in self.faults.outages(replica):
-            if begin <= hi and end >= lo and end + CLOSE_BACKOFF > hi:
-                hi, reason = end + CLOSE_BACKOFF, "final, store away"
+        for outage in self.faults.outages(replica):
+            if outage.begin <= hi and outage.end + RECOVERY >= lo and outage.end + CLOSE_BACKOFF > hi:
+                hi, reason = outage.end + CLOSE_BACKOFF, "final, store away"
         for fault in self.faults.of("replica-killed", replica):
             if fault.start >= lo:
                 hi = min(hi, fault.start + EDGE + 0.5)
@@ -535,6 +539,7 @@ class _Session:
         """`first`: when the worker served the session first; `spans`: from when to when its claim was surely held, and
         whether it was made then."""
         rules = self.faults.rules
+        last = max(record.start for records in self.records.values() for record in records)
         held_until = -math.inf  # of what no turn surely held, nothing is known
         for begin, end, created in sorted(spans):
             ends = max(first, held_until + rules.ttl - EARLY)
@@ -544,17 +549,15 @@ class _Session:
                 uses = max(1, math.floor((begin - max(first, held_until)) / rules.ttl))
                 yield _Release("expiry", worker, ends, begin, uses)
             held_until = max(held_until, end)
-        yield _Release("expiry", worker, max(first, held_until + rules.ttl - EARLY), math.inf, math.inf)
+        uses = max(1, math.floor((last - max(first, held_until)) / rules.ttl))
+        yield _Release("expiry", worker, max(first, held_until + rules.ttl - EARLY), math.inf, uses)
 
     def _surely_held(self, turn: Sent, record: Served) -> tuple[float, float] | None:
         """From when to when the turn kept a claim alive, by renewing it."""
         if turn.affinity == "degraded":
             return None
         end = min(turn.end, record.end)
-        disturbed = self.faults.replica_disturbed(turn.replica, turn.start, end + 1.0) or self.faults.away(
-            turn.replica, turn.start, end + 1.0
-        )
-        if turn.head is None or disturbed:
+        if turn.head is None or self.faults.no_renewal(turn.replica, turn.start, end + 1.0):
             return (record.start, turn.start) if turn.affinity == "created" else None
         return record.start, end
 
@@ -689,7 +692,7 @@ class _Faults:
     def __init__(self, rules: Rules, faults: Sequence[Fault]) -> None:
         self.rules = rules
         self.all = sorted(faults, key=lambda fault: fault.start)
-        self._outages: dict[str, list[tuple[float, float]]] = {}
+        self._outages: dict[str, list[_Outage]] = {}
         self._deaf: dict[str, list[tuple[float, float]]] = {}
 
     def of(self, kind: str, target: str | None = None) -> list[Fault]:
@@ -711,7 +714,7 @@ class _Faults:
             if fault.kind in ("disk-full", "quorum-lost", "machine-slow") or fault.kind.startswith("member-")
         )
 
-    def outages(self, replica: str) -> list[tuple[float, float]]:
+    def outages(self, replica: str) -> list[_Outage]:
         """When the store may have been away for this replica.
 
         A full disk; a cluster without a quorum, or whose leader was lost (an election takes longer than a call may);
@@ -724,26 +727,40 @@ class _Faults:
                     fault.kind in ("disk-full", "quorum-lost")
                     or (fault.kind.startswith("member-") and fault.leader)
                     or (fault.kind == "replica-frozen" and fault.target == replica)
+                    or (fault.kind == "machine-slow" and fault.target in ("", replica))
                 ):
-                    found.append((fault.start, fault.end + RECOVERY))
-                elif fault.kind == "machine-slow" and fault.target in ("", replica):
-                    found.append((fault.start - self.rules.deadline, fault.end + RECOVERY))
+                    found.append(_Outage(fault.start, fault.end))
                 elif fault.kind == "replica-frozen" and self.rules.store == "file":
-                    found.append((fault.start + self.rules.deadline - EDGE, fault.end + RECOVERY))
+                    found.append(_Outage(fault.start + self.rules.deadline - EDGE, fault.end, one_lock=True))
             self._outages[replica] = found
         return self._outages[replica]
 
     def away(self, replica: str, start: float, end: float) -> bool:
-        return any(begin <= end and until >= start for begin, until in self.outages(replica))
+        return any(each.begin <= end and each.end + RECOVERY >= start for each in self.outages(replica))
+
+    def no_renewal(self, replica: str, start: float, end: float) -> bool:
+        """Whether a turn may not have renewed its claim. A lock that is held keeps back one claim of many, for so short
+        a time that it is not thought of here."""
+        return self.replica_disturbed(replica, start, end) or any(
+            each.begin <= end and each.end + RETURN >= start for each in self.outages(replica) if not each.one_lock
+        )
 
     def deaf(self, replica: str) -> list[tuple[float, float]]:
         """When this replica may not have heard of a close."""
         if replica not in self._deaf:
-            found = list(self.outages(replica))
+            found = [(each.begin, each.end + RETURN) for each in self.outages(replica)]
             frozen = self.of("member-frozen")
             found += [(fault.start, min(fault.end, fault.start + self.rules.silence)) for fault in frozen]
             self._deaf[replica] = found
         return self._deaf[replica]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outage:
+    begin: float
+    end: float
+    one_lock: bool = False
+    """Only claims that share a lock with one that is being written were out of reach."""
 
 
 def _violate(verdict: Verdict, rule: str, session: str, at: float, text: str) -> None:

@@ -70,27 +70,32 @@ class Deployment:
         if self.rules.store == "etcd":
             self.cluster = EtcdCluster()
             await asyncio.to_thread(self.cluster.start)
-            url = self.cluster.url(PREFIX)
         else:
             self.claims.mkdir()
             self._mount()
-            url = f"file://{self.claims}"
         for number, worker in enumerate(self._processes.workers(WORKERS, *WORKER_OPTIONS, apart=True)):
             again = ("mocker", "--port", str(urlsplit(worker.url).port), *WORKER_OPTIONS)
             self.workers.append(Node(f"w{number}", worker.url, worker.process, again))
         options = [
-            f"--claims={url}",
             f"--session-ttl={self.rules.ttl}",
             f"--max-stale={self.rules.max_stale}",
             f"--store-deadline={self.rules.deadline}",
             "--worker-keepalive=1",
             *(f"--worker={worker.url},name={worker.name}" for worker in self.workers),
         ]
-        for number, replica in enumerate(self._processes.replicas_with(*[options] * REPLICAS)):
-            again = ("app", "serve", "--port", str(urlsplit(replica.url).port), *options)
+        stores = [f"--claims={self._store_url(number)}" for number in range(REPLICAS)]
+        for number, replica in enumerate(self._processes.replicas_with(*([store, *options] for store in stores))):
+            again = ("app", "serve", "--port", str(urlsplit(replica.url).port), stores[number], *options)
             node = Node(f"r{number}", replica.url, replica.process, again)
             node.descriptors = _descriptors(node)
             self.replicas.append(node)
+
+    def _store_url(self, number: int) -> str:
+        if self.cluster is None:
+            return f"file://{self.claims}"
+        # Each begins at another member, so that a lost one is not the same to all.
+        endpoints = [member.endpoint for member in self.cluster.members]
+        return f"etcd://{','.join(endpoints[number:] + endpoints[:number])}/{PREFIX}"
 
     def stop(self) -> None:
         """The store. Whatever was frozen must have been resumed."""

@@ -15,6 +15,8 @@ from tests.support.wire import Cut, Wire
 DONE = b"data: [DONE]"
 PIECE_S = 0.005
 """The inter-token latency that the workers should have, for turns that are to last."""
+FAITHFUL = 4
+"""One session in so many is never ended by its client, and so has claims that stand for long."""
 HEEDLESS = 0.1
 """The share of turns that are sent to a replica that the others have seen to be away."""
 
@@ -62,7 +64,7 @@ class Load:
         await self._pause(rng.uniform(0, self._think_s))
         while not self._ending.is_set():
             self.ids[session] = None
-            if await self._act(session, rng) and rng.random() < 0.3:
+            if await self._act(session, rng, faithful=number % FAITHFUL == 0) and rng.random() < 0.3:
                 session = next(names)
             await self._pause(self._think_time(rng))
 
@@ -80,11 +82,12 @@ class Load:
             async with asyncio.timeout(seconds):
                 await self._ending.wait()
 
-    async def _act(self, session: str, rng: random.Random) -> bool:
-        """One thing that a client does. True: the session has ended."""
+    async def _act(self, session: str, rng: random.Random, *, faithful: bool) -> bool:
+        """One thing that a client does; a faithful one never ends its session. True: the session has ended."""
+        endings = 0 if faithful else 1
         what = rng.choices(
-            ["turn", "together", "final", "finals", "final beside", "leave", "leave final", "last"],
-            [40, 12, 14, 3, 5, 8, 3, 1 if self._ttl <= 5 else 0],
+            ["turn", "together", "final", "finals", "final beside", "late final", "leave", "leave final", "last"],
+            [40, 12, 14 * endings, 3 * endings, 4 * endings, 5 * endings, 8, 3 * endings, 1 if self._ttl <= 5 else 0],
         )[0]
         turn = self._turn
         match what:
@@ -98,12 +101,14 @@ class Load:
                 await asyncio.gather(turn(session, rng, final=True), turn(session, rng, final=True))
             case "final beside":
                 await asyncio.gather(turn(session, rng, tokens=rng.randint(1, 60)), turn(session, rng, final=True))
+            case "late final":
+                await self._late_final(session, rng)
             case "leave":
                 await turn(session, rng, leave=rng.choice(["sent", "head", "piece"]))
             case "leave final":
                 await turn(session, rng, final=True, leave=rng.choice(["sent", "head", "piece"]))
             case "last":
-                await self._last(session, rng)
+                await self._last(session, rng, faithful=faithful)
         if "final" not in what:
             return False
         if rng.random() < 0.8:
@@ -111,7 +116,15 @@ class Load:
             return False
         return True
 
-    async def _last(self, session: str, rng: random.Random) -> None:
+    async def _late_final(self, session: str, rng: random.Random) -> None:
+        """Two final turns of which the later one finds the next claim in place of its own."""
+        late = asyncio.ensure_future(self._turn(session, rng, final=True, stream=True, tokens=rng.randint(30, 60)))
+        await asyncio.sleep(0.03)
+        await self._turn(session, rng, final=True, tokens=1)
+        await self._turn(session, rng, tokens=1)
+        await late
+
+    async def _last(self, session: str, rng: random.Random, *, faithful: bool) -> None:
         """A stream that lasts longer than the TTL, alone or with others beside it."""
         stream = asyncio.ensure_future(
             self._turn(session, rng, stream=True, tokens=int(rng.uniform(1.1, 1.6) * self._ttl / PIECE_S))
@@ -119,7 +132,7 @@ class Load:
         if rng.random() < 0.5:
             for _ in range(3):
                 await self._pause(self._ttl / 4)
-                await self._turn(session, rng, final=rng.random() < 0.1)
+                await self._turn(session, rng, final=not faithful and rng.random() < 0.1)
         await stream
 
     async def _turn(

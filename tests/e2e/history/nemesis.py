@@ -204,8 +204,7 @@ class Nemesis:
             )
 
     def _some_sessions(self, rng: random.Random, count: int = 12) -> list[str]:
-        """Lately used ones, mostly."""
-        ids = list(self._load.ids)[-300:]
+        ids = list(self._load.ids)
         return rng.sample(ids, min(count, len(ids)))
 
     # -- members of the cluster

@@ -27,7 +27,7 @@ class Witness:
 
     def __init__(self, deployment: Deployment, faults: list[Fault]) -> None:
         self._deployment, self._faults = deployment, faults
-        self._limit_s = deployment.rules.deadline / 4
+        self._limit_s = deployment.rules.deadline / 2
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:

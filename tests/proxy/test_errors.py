@@ -115,6 +115,12 @@ async def test_body_too_large_in_pieces() -> None:
         assert told(client)[:2] == (413, "request_too_large")
 
 
+async def test_body_too_large_is_refused_before_it_has_ended() -> None:
+    async with bench(answers(OK), limits=Limits(body_bytes=1024)) as b:
+        client = await b.get(body=[b"x" * 600, b"x" * 600], ends=False)
+        assert told(client)[:2] == (413, "request_too_large")
+
+
 @pytest.mark.parametrize("declared", [True, False])
 async def test_body_of_just_the_cap_is_taken(declared: bool) -> None:
     headers = [(b"content-length", b"1024")] if declared else []

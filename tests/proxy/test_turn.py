@@ -214,6 +214,13 @@ async def test_interim_responses_and_trailers_end_here() -> None:
         assert worker.connections == 1
 
 
+async def test_trailers_that_come_with_the_head_end_here_too() -> None:
+    head = b"HTTP/1.1 200 OK\r\ntrailer: x-t\r\ntransfer-encoding: chunked\r\nx-a: 1\r\n\r\n"
+    async with bench(answers(head + chunk(b"abc") + b"0\r\nx-t: 1\r\n\r\n")) as b:
+        client = await b.get()
+        assert client.headers.keys() == {b"x-a", b"x-request-id", b"x-coatcheck-affinity", b"x-coatcheck-worker"}
+
+
 async def test_interim_and_final_response_in_one_segment() -> None:
     worker = ByteWorker(answers(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + OK))
     async with bench(worker) as b:
@@ -286,15 +293,18 @@ async def test_answer_before_the_request_was_sent() -> None:
     async def script(peer: Peer) -> None:
         await peer.head()
         await peer.send(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n{}")
-        await until(lambda: client.complete)
+        await checked.wait()
 
+    checked = asyncio.Event()
     worker = ByteWorker(script, answers(OK))
     async with bench(worker) as b:
         client = b.request(body=b"x" * (32 * MIB)).start()
         await client.finish()
         assert (client.status, client.body) == (413, b"{}")
+        assert b.worker().pool.idle == 0
         assert (await b.get()).status == 200
         assert worker.connections == 2
+        checked.set()
         assert b.outcomes() == {"client_error": 1, "completed": 1}
 
 

@@ -32,6 +32,8 @@ class Load:
         self.sent: list[Sent] = []
         self.ids: dict[str, None] = {}
         """Every session that there was, in order."""
+        self.faithful: list[str] = []
+        """Those that are never ended."""
         self.avoided: set[str] = set()
         """Replicas that a load balancer would have noticed to be away."""
         self._seed, self._sessions = seed, sessions
@@ -61,6 +63,8 @@ class Load:
         rng = random.Random(f"{self._seed}/{number}")
         names = (f"{self._seed}-{number}-{life}" for life in itertools.count())
         session = next(names)
+        if number % FAITHFUL == 0:
+            self.faithful.append(session)
         await self._pause(rng.uniform(0, self._think_s))
         while not self._ending.is_set():
             self.ids[session] = None

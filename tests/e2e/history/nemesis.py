@@ -204,7 +204,7 @@ class Nemesis:
             )
 
     def _some_sessions(self, rng: random.Random, count: int = 12) -> list[str]:
-        ids = list(self._load.ids)
+        ids = self._load.faithful if rng.random() < 0.5 else list(self._load.ids)
         return rng.sample(ids, min(count, len(ids)))
 
     # -- members of the cluster

@@ -535,6 +535,47 @@ async def test_close_between_the_answer_and_its_waiters_waits_for_them() -> None
 
 
 @in_virtual_time
+async def test_final_turn_that_ends_while_another_reads_its_claim_leaves_the_close_to_it() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        final, _ = await r.turn()
+        store.emit(Reset())
+        await settle()
+        gate = store.before["get"] = asyncio.Event()
+        joining = asyncio.create_task(r.turn())
+        await settle()
+        final.closing = True
+        r.affinity.release(final)
+        await settle()
+        assert store.calls["close"] == 0
+        gate.set()
+        entry, _ = await joining
+        assert entry is final
+        r.affinity.release(entry)
+        await settle()
+        assert await inner.get(KEY) is None
+
+
+@in_virtual_time
+async def test_final_turn_that_ends_while_another_gives_up_is_closed_all_the_same() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        final, _ = await r.turn()
+        store.emit(Reset())
+        await settle()
+        store.before["get"] = asyncio.Event()
+        joining = asyncio.create_task(r.turn())
+        await settle()
+        final.closing = True
+        r.affinity.release(final)
+        joining.cancel()
+        await settle()
+        assert await inner.get(KEY) is None
+
+
+@in_virtual_time
 async def test_changed_stamp_means_read_again() -> None:
     inner = memory()
     store = scripted(inner, stamps=True)

@@ -6,7 +6,7 @@ to be alive raises.
 Not guaranteed: etcd counts leases in whole seconds, sweeps them twice a second, starts them afresh when its leader
 changes and has a shortest lease (2 s with its default election timeout), so a claim may outlive `1.25 * ttl` by that
 much; it is never shortened. A cluster restored from an older backup repeats revisions, which are our fencing tokens:
-stop the routers first. Full (NOSPACE), etcd refuses new claims and renewals, up to 3.5.1 closes too; reads go on.
+stop the routers first. Full (NOSPACE), etcd refuses new claims and renewals, 3.5.1 also closes; reads go on.
 
 Of aetcd we use the gRPC stubs and messages (`aetcd.rpc`) and nothing above them. Its client knows one host, no TLS, no
 deadlines and no second login, its watcher takes refused and ended watches for silent ones, and its lock does not lock.

@@ -65,10 +65,12 @@ EARLY = 0.3
 """Seconds that a renewal may be older than the end of the turn that made it."""
 RECOVERY = 3.0
 """Seconds after an outage until every replica has noticed its end and claimed what it had placed meanwhile."""
+ELECTION = 4.0
+"""Seconds after the loss of a leader until every replica works with the next one."""
 RETURN = 1.5
 """Seconds after an outage until every replica has noticed its end."""
-CLOSE_BACKOFF = 6.0
-"""Seconds after an outage until a close that failed in it has been tried again."""
+CLOSE_BACKOFF = RETURN + 1.0
+"""Seconds after an outage until a close that failed in it has been tried again: as soon as its end is noticed."""
 GRACE = 1.0
 """Seconds for which a file store leaves an unreadable claim alone."""
 LEFT = "left at [DONE]"
@@ -507,7 +509,7 @@ class _Session:
             if fault.start <= hi and fault.end >= lo and fault.end + 1.0 > hi:
                 hi, reason = fault.end + 1.0, "final, replica frozen"
         for outage in self.faults.outages(replica):
-            if outage.begin <= hi and outage.end + RECOVERY >= lo and outage.end + CLOSE_BACKOFF > hi:
+            if outage.begin <= hi and outage.end + RETURN >= lo and outage.end + CLOSE_BACKOFF > hi:
                 hi, reason = outage.end + CLOSE_BACKOFF, "final, store away"
         for fault in self.faults.of("replica-killed", replica):
             if fault.start >= lo:
@@ -725,11 +727,12 @@ class _Faults:
             for fault in self.all:
                 if (
                     fault.kind in ("disk-full", "quorum-lost")
-                    or (fault.kind.startswith("member-") and fault.leader)
                     or (fault.kind == "replica-frozen" and fault.target == replica)
                     or (fault.kind == "machine-slow" and fault.target in ("", replica))
                 ):
                     found.append(_Outage(fault.start, fault.end))
+                elif fault.kind.startswith("member-") and fault.leader:
+                    found.append(_Outage(fault.start, min(fault.end, fault.start + ELECTION)))
                 elif fault.kind == "replica-frozen" and self.rules.store == "file":
                     found.append(_Outage(fault.start + self.rules.deadline - EDGE, fault.end, one_lock=True))
             self._outages[replica] = found

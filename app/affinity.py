@@ -137,6 +137,8 @@ class Affinity:
         self._state = StoreState.UP
         self._up = asyncio.Event()
         self._up.set()
+        self._unrenewed: dict[str, Entry] = {}
+        """Claims whose renewal was due while the store was away."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._monitor: asyncio.Task[None] | None = None
 
@@ -514,9 +516,13 @@ class Affinity:
                 return
 
     def _renew_soon(self, entry: Entry) -> None:
-        if entry.claim is not None and not entry.renewing and self._state is StoreState.UP:
-            entry.renewing = True
-            self._spawn(self._renew(entry, entry.claim))
+        if entry.claim is None or entry.renewing:
+            return
+        if self._state is not StoreState.UP:
+            self._unrenewed[entry.key] = entry
+            return
+        entry.renewing = True
+        self._spawn(self._renew(entry, entry.claim))
 
     async def _renew(self, entry: Entry, claim: Claim) -> None:
         try:
@@ -527,6 +533,7 @@ class Affinity:
                 entry.renew_at = float("inf")  # the next turn reads what stands there
         except StoreError:
             entry.renew_at = self._clock() + 1.0
+            self._unrenewed[entry.key] = entry
         else:
             if entry.claim is claim:
                 # A renewal proves that the claim stood just now, but not what the watch missed: `proof` stays.
@@ -620,12 +627,20 @@ class Affinity:
         return StoreState.READ_ONLY
 
     async def _reconcile(self) -> None:
-        """Claim what was placed without the store, at the worker where it is."""
+        """Claim what was placed without the store, at the worker where it is, and renew what it could not be asked."""
         keys = [entry.key for table in (self._active, self._idle) for entry in table.values() if entry.claim is None]
         for start in range(0, len(keys), _RECONCILE_AT_ONCE):
             if self._state is not StoreState.UP:
                 return
             await asyncio.gather(*(self._claim_at_last(key) for key in keys[start : start + _RECONCILE_AT_ONCE]))
+        overdue, self._unrenewed = list(self._unrenewed.values()), {}
+        for start in range(0, len(overdue), _RECONCILE_AT_ONCE):
+            await asyncio.gather(*(self._renew_at_last(entry) for entry in overdue[start : start + _RECONCILE_AT_ONCE]))
+
+    async def _renew_at_last(self, entry: Entry) -> None:
+        if entry.claim is not None and not entry.renewing:
+            entry.renewing = True
+            await self._renew(entry, entry.claim)
 
     async def _claim_at_last(self, key: str) -> None:
         entry = self._current(key)

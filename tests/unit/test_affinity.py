@@ -1069,6 +1069,22 @@ async def test_pending_closes_are_retried_when_the_store_returns() -> None:
 
 
 @in_virtual_time
+async def test_renewals_that_an_outage_prevented_are_made_when_the_store_returns() -> None:
+    """Otherwise an idle session's claim would end before its TTL, counted from a turn within the outage, was over."""
+    inner = memory()
+    store = scripted(inner)
+    async with running(store) as r:
+        await r.visit()
+        await asyncio.sleep(0.9 * TTL)
+        store.go_away()
+        assert (await r.visit())[1] == "cached"
+        await asyncio.sleep(0.1 * TTL)
+        store.return_()
+        await asyncio.sleep(0.8 * TTL)
+        assert await inner.get(KEY) is not None
+
+
+@in_virtual_time
 async def test_read_only_store_still_tells_where_sessions_are() -> None:
     inner = memory()
     store = scripted(inner)

@@ -850,17 +850,39 @@ class TestTheWatch:
             await asyncio.wait_for(anext(aiter(store.subscribe())), 3)
 
 
-async def test_many_claims_are_walked_without_holding_up_the_loop(open_file: Open) -> None:
-    """Nothing of it happens in the loop's thread but a slice at a time."""
+async def test_many_claims_are_walked_a_slice_at_a_time_and_in_the_threads(
+    open_file: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop serves turns meanwhile."""
     store = await open_file(sync=False)
-    await asyncio.gather(*(make(store, a_key()) for _ in range(2000)))
+    await asyncio.gather(*(make(store, a_key()) for _ in range(1000)))
+    slices: list[int] = []
+    stat, listdir, where = os.stat, os.listdir, set()
+
+    def seen(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            where.add(threading.current_thread() is threading.main_thread())
+            return real(*args, **kwargs)
+
+        return call
+
     async with Subscriber(store) as subscriber:
-        longest, at = 0.0, time.perf_counter()
-        walk = asyncio.create_task(store._walk(store._watch))
-        while not walk.done():
-            await asyncio.sleep(0)
-            longest, at = max(longest, time.perf_counter() - at), time.perf_counter()
-        assert longest < 0.25
+        watch = store._watch
+        assert watch is not None
+        saw = watch.saw
+
+        def saw_slice(standing: list[tuple[str, int]]) -> list[str]:
+            slices.append(len(standing))
+            return saw(standing)
+
+        monkeypatch.setattr(watch, "saw", saw_slice)
+        with monkeypatch.context() as watched:
+            watched.setattr(os, "stat", seen(stat))
+            watched.setattr(os, "listdir", seen(listdir))
+            await store._walk(watch)
+        assert where == {False}
+        assert sum(slices) == 1000
+        assert max(slices) <= 256
         assert subscriber.deleted == []
 
 

@@ -524,7 +524,9 @@ class Affinity:
         entry.renewing = True
         self._spawn(self._renew(entry, entry.claim))
 
-    async def _renew(self, entry: Entry, claim: Claim) -> None:
+    async def _renew(self, entry: Entry, claim: Claim, *, last: bool = False) -> None:
+        """`last`: not to be tried again at the store's next return (a store that is away for renewals alone returns
+        at once)."""
         try:
             renewed = await self._call("renew", self._store.renew(claim, self._ttl))
         except ClaimLost:
@@ -533,7 +535,8 @@ class Affinity:
                 entry.renew_at = float("inf")  # the next turn reads what stands there
         except StoreError:
             entry.renew_at = self._clock() + 1.0
-            self._unrenewed[entry.key] = entry
+            if not last:
+                self._unrenewed[entry.key] = entry
         else:
             if entry.claim is claim:
                 # A renewal proves that the claim stood just now, but not what the watch missed: `proof` stays.
@@ -640,7 +643,7 @@ class Affinity:
     async def _renew_at_last(self, entry: Entry) -> None:
         if entry.claim is not None and not entry.renewing:
             entry.renewing = True
-            await self._renew(entry, entry.claim)
+            await self._renew(entry, entry.claim, last=True)
 
     async def _claim_at_last(self, key: str) -> None:
         entry = self._current(key)

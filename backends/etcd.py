@@ -785,7 +785,11 @@ class _Subscription:
             self._task = asyncio.get_running_loop().create_task(_Watch(self._store, self._mailbox).run())
             self._store._watches.add(self._task)
             self._task.add_done_callback(self._store._watches.discard)
-        return await anext(self._mailbox)
+        try:
+            return await anext(self._mailbox)
+        finally:
+            # A cancelled reader's traceback keeps this frame for a while; it must not keep the watch, too.
+            del self
 
     async def aclose(self) -> None:
         self._closed = True

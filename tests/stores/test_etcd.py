@@ -37,6 +37,8 @@ from tests.support.scripted_etcd import ScriptedEtcd
 from tests.support.tcp import TcpProxy
 
 DEADLINE = 1.0
+SLACK = 0.7
+"""For a busy machine; what must not be waited for takes much longer."""
 INTERVAL = 0.3
 """Between signs of life; a watch is given up after 2.5 of them."""
 T = TypeVar("T")
@@ -406,7 +408,7 @@ async def test_a_stopped_server_costs_the_deadline_and_no_more(server: EtcdServe
         )
     kinds = [type(result) for result in results]
     assert kinds == [StoreUnavailable, StoreUnavailable, OutcomeUnknown, StoreUnavailable, OutcomeUnknown]
-    assert took.seconds < DEADLINE + 0.3
+    assert took.seconds < DEADLINE + SLACK
     server.resume()
     assert (await insist(lambda: store.create_or_get("cc", value(), 60))).created
 
@@ -627,7 +629,7 @@ async def test_a_member_cut_off_from_its_cluster_ends_its_watch(cluster: EtcdClu
             await next_event(events, 10)
     with Stopwatch() as took, pytest.raises(StoreUnavailable):
         await store.get("aa")
-    assert took.seconds < 2.3
+    assert took.seconds < 2.0 + SLACK
     with pytest.raises(StoreUnavailable):
         await next_event(store.subscribe())
 
@@ -645,7 +647,7 @@ async def test_a_dead_watch_is_noticed(server: EtcdServer, open_store: Open, blo
     getattr(server, blow)()
     with Stopwatch() as took, pytest.raises(StoreUnavailable):
         await next_event(events)
-    assert took.seconds < 3 * INTERVAL
+    assert took.seconds < 2.5 * INTERVAL + SLACK
     with pytest.raises(StoreUnavailable):
         await next_event(store.subscribe())
     if blow == "kill":
@@ -725,14 +727,25 @@ async def test_a_closed_or_forgotten_subscription_frees_its_watch(shared: EtcdSe
         return shared.metric("etcd_debugging_mvcc_watch_stream_total")
 
     before = watches()
+
+    async def listen() -> None:
+        async for _ in store.subscribe():
+            pass
+
     closed, forgotten = store.subscribe(), store.subscribe()
     for events in (closed, forgotten):
         assert await next_event(events) == Reset()
-    assert watches() == before + 2
+    listener = asyncio.create_task(listen())
+    await until(lambda: watches() == before + 3)
     await closed.aclose()  # type: ignore[attr-defined]
+    listener.cancel()
+    await asyncio.wait({listener})
+    gc.disable()
     del closed, forgotten, events
-    gc.collect()
-    await until(lambda: watches() == before and len(asyncio.all_tasks()) == tasks)
+    try:
+        await until(lambda: watches() == before and len(asyncio.all_tasks()) == tasks)
+    finally:
+        gc.enable()
 
 
 def created(**fields: Any) -> Any:
@@ -809,7 +822,7 @@ async def test_a_watch_that_never_confirms_is_not_waited_for(open_store: Open) -
     async with ScriptedEtcd(script) as etcd:
         with Stopwatch() as took, pytest.raises(StoreUnavailable):
             await next_event((await open_store(etcd.url())).subscribe())
-        assert took.seconds < DEADLINE + 0.3
+        assert took.seconds < DEADLINE + SLACK
 
 
 async def test_no_reset_before_the_store_answers_reads(open_store: Open) -> None:
@@ -1034,7 +1047,7 @@ async def test_mutual_tls(binary: Path, certificates: TlsFiles, open_store: Open
             stranger = await open_store(server.url() + wrong)
             with Stopwatch() as took, pytest.raises(StoreUnavailable) as caught:
                 await stranger.check()
-            assert took.seconds < DEADLINE + 0.3
+            assert took.seconds < DEADLINE + SLACK
             assert server.endpoint in str(caught.value)
 
 

@@ -36,7 +36,8 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 
 Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
 here. Turns that the router calls `degraded` were placed without the store: they are left out of the register, but each
-must lie in an outage that the nemesis made.
+must lie in an outage that the nemesis made. In an outage a replica also goes on with what it knew, however old, where
+it could not ask (`cached`); such a turn is left out too, if there is no order with it, and counted.
 
 A `created` turn needs a release even if it came to the same worker again. What was excused by what is counted in
 `Verdict.changes`, so that a rule that excuses too much is seen.
@@ -204,7 +205,7 @@ class Verdict:
 def check(history: History) -> Verdict:
     """Everything that can be said of the history."""
     verdict = Verdict()
-    faults = _Faults(history.rules, history.faults)
+    faults = _Faults(history.rules, history.faults, history.sent)
     sent: dict[str, list[Sent]] = defaultdict(list)
     for turn in history.sent:
         sent[turn.session].append(turn)
@@ -246,8 +247,8 @@ class _Op:
     worker: str
     created: bool
     what: Sent | Fault
-    patience: bool = False
-    """`lo` was moved to before the turn's start."""
+    doubtful: bool = False
+    """It may have relied on what its replica had known long before an outage."""
 
 
 @dataclass(slots=True, eq=False)
@@ -262,6 +263,8 @@ class _State:
     parent: _State | None
     op: _Op | None
     release: _Release | None
+    left_out: bool = False
+    """The op, as one that says nothing of the claim."""
 
 
 def check_place(session: _Session, verdict: Verdict) -> None:
@@ -328,11 +331,7 @@ def _steps(state: _State, ops: Sequence[_Op], releases: Sequence[_Release]) -> I
     candidates.sort(key=lambda index: (ops[index].worker != state.worker or ops[index].created, ops[index].hi))
     for index in candidates:
         op = ops[index]
-        placed = state.placed | {index}
-        first = state.first
-        while first in placed:
-            placed -= {first}
-            first += 1
+        first, placed = _without(state, index)
         free = state.worker is None or isinstance(op.what, Fault) or (op.worker == state.worker and not op.created)
         if free:
             if (now := max(state.now, op.lo)) <= op.hi:
@@ -350,12 +349,27 @@ def _steps(state: _State, ops: Sequence[_Op], releases: Sequence[_Release]) -> I
         for _, number, use, now in sorted(usable):
             used = state.used if math.isinf(releases[number].uses) else state.used | {(number, use)}
             yield _State(first, placed, op.worker, now, used, state, op, releases[number])
+    for index in candidates:
+        if ops[index].doubtful:
+            first, placed = _without(state, index)
+            yield _State(first, placed, state.worker, state.now, state.used, state, ops[index], None, left_out=True)
+
+
+def _without(state: _State, index: int) -> tuple[int, frozenset[int]]:
+    """What is placed when this op is, too."""
+    first, placed = state.first, state.placed | {index}
+    while first in placed:
+        placed -= {first}
+        first += 1
+    return first, placed
 
 
 def _account(end: _State, verdict: Verdict, *, late: bool) -> None:
     state: _State = end
     while state.parent is not None:
-        if state.release is not None:
+        if state.left_out:
+            verdict.facts["turns at a place that was known before an outage"] += 1
+        elif state.release is not None:
             moved = state.parent.worker != state.worker
             (verdict.changes if moved else verdict.renewals)[state.release.reason] += 1
         elif isinstance(state.op and state.op.what, Fault) and state.parent.worker != state.worker:
@@ -395,12 +409,12 @@ class _Session:
         for turn in self.turns:
             if turn.affinity == "degraded":
                 continue
-            if turn.affinity is None and self.faults.away(turn.replica, turn.start, turn.end):
-                continue  # perhaps it was degraded
             for record in self.records[turn.id]:
                 lo = self._relied_on(turn, record, news)
                 created = turn.affinity == "created" and record.worker == turn.worker
-                ops.append(_Op(lo, max(record.start, lo), record.worker, created, turn, lo < turn.start))
+                could_not_ask = turn.affinity in ("cached", None) and self.faults.known_away(turn, record)
+                doubtful = news > 0 and could_not_ask
+                ops.append(_Op(lo, max(record.start, lo), record.worker, created, turn, doubtful))
         replaced = [fault for fault in self.by_hand if fault.kind == "claim-replaced"]
         ops += [_Op(fault.start, fault.end, fault.worker, False, fault) for fault in replaced]
         return sorted(ops, key=lambda op: op.lo)
@@ -691,11 +705,15 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
 class _Faults:
     """The nemesis' log, and what each fault means for a replica."""
 
-    def __init__(self, rules: Rules, faults: Sequence[Fault]) -> None:
+    def __init__(self, rules: Rules, faults: Sequence[Fault], sent: Sequence[Sent]) -> None:
         self.rules = rules
         self.all = sorted(faults, key=lambda fault: fault.start)
         self._outages: dict[str, list[_Outage]] = {}
         self._deaf: dict[str, list[tuple[float, float]]] = {}
+        self._degraded: dict[str, list[float]] = defaultdict(list)
+        for turn in sorted(sent, key=lambda turn: turn.start):
+            if turn.affinity == "degraded" and turn.head is not None:
+                self._degraded[turn.replica].append(turn.head)
 
     def of(self, kind: str, target: str | None = None) -> list[Fault]:
         return [fault for fault in self.all if fault.kind == kind and target in (None, fault.target)]
@@ -719,9 +737,10 @@ class _Faults:
     def outages(self, replica: str) -> list[_Outage]:
         """When the store may have been away for this replica.
 
-        A full disk; a cluster without a quorum, or whose leader was lost (an election takes longer than a call may);
-        its own freezing, in which the deadlines of its calls passed, or slowness by which they may have; and, on files,
-        the freezing of another one that may have held a lock, from the deadline on."""
+        A full disk; a cluster without a quorum, or whose leader was lost (an election takes longer than a call may), or
+        any member while the machine was slow (there is no time then to try another one); its own freezing, in which the
+        deadlines of its calls passed, or slowness by which they may have; and, on files, the freezing of another one
+        that may have held a lock, from the deadline on."""
         if replica not in self._outages:
             found = []
             for fault in self.all:
@@ -731,8 +750,11 @@ class _Faults:
                     or (fault.kind == "machine-slow" and fault.target in ("", replica))
                 ):
                     found.append(_Outage(fault.start, fault.end))
-                elif fault.kind.startswith("member-") and fault.leader:
-                    found.append(_Outage(fault.start, min(fault.end, fault.start + ELECTION)))
+                elif fault.kind.startswith("member-"):
+                    if self.overlap("machine-slow", None, fault.start, fault.end):
+                        found.append(_Outage(fault.start, fault.end))
+                    elif fault.leader:
+                        found.append(_Outage(fault.start, min(fault.end, fault.start + ELECTION)))
                 elif fault.kind == "replica-frozen" and self.rules.store == "file":
                     found.append(_Outage(fault.start + self.rules.deadline - EDGE, fault.end, one_lock=True))
             self._outages[replica] = found
@@ -740,6 +762,20 @@ class _Faults:
 
     def away(self, replica: str, start: float, end: float) -> bool:
         return any(each.begin <= end and each.end + RECOVERY >= start for each in self.outages(replica))
+
+    def known_away(self, turn: Sent, record: Served) -> bool:
+        """Whether the store was away for this turn, not only perhaps: nobody could reach it, or the turn has waited for
+        as long as a call may take, or others were degraded on its replica at that time."""
+        if not self.away(turn.replica, turn.start, record.start):
+            return False
+        nobody = any(
+            fault.start <= record.start and fault.end + RETURN >= turn.start
+            for fault in self.all
+            if fault.kind in ("disk-full", "quorum-lost")
+        )
+        waited = record.start - turn.start >= self.rules.deadline - EDGE
+        others = any(turn.start - 1.0 <= at <= record.start + 1.0 for at in self._degraded[turn.replica])
+        return nobody or waited or others
 
     def no_renewal(self, replica: str, start: float, end: float) -> bool:
         """Whether a turn may not have renewed its claim. A lock that is held keeps back one claim of many, for so short

@@ -96,6 +96,7 @@ class Proxy:
         self.metrics, self.limits = metrics, limits
         self.affinity_headers = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
         self._running: set[Turn] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 0.0
@@ -103,10 +104,13 @@ class Proxy:
         self._request_count = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        turn = Turn(self, scope, receive, send)
+        loop = self._loop
+        if loop is None:
+            loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
+        turn = Turn(self, loop, scope, receive, send)
         self._running.add(turn)
         if self._sweeper is None and self._sweep_every:
-            self._sweeper = turn.loop.call_later(self._sweep_every, self._sweep, turn.loop)
+            self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)
         try:
             await turn.run()
         finally:
@@ -158,9 +162,11 @@ class Turn:
     _ttft = False
     _outcome = "completed"
 
-    def __init__(self, proxy: Proxy, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, proxy: Proxy, loop: asyncio.AbstractEventLoop, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         self._proxy, self._scope, self._receive, self._send = proxy, scope, receive, send
-        self.loop = asyncio.get_running_loop()
+        self.loop = loop
         self._started = self.loop.time()
 
     # -- the turn, top to bottom

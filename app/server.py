@@ -172,6 +172,7 @@ class Response:
                 cycle.transport.close()  # without the end that the client waits for
             cycle.on_response = _nothing
             self._left = None
+            del cycle.scope[ON_DISCONNECT]  # type: ignore[misc]  # it holds us: left alone, all this would be a cycle
 
     async def send(self, message: Any) -> None:
         cycle = self._cycle

@@ -27,7 +27,8 @@ class Witness:
 
     def __init__(self, deployment: Deployment, faults: list[Fault]) -> None:
         self._deployment, self._faults = deployment, faults
-        self._limit_s = deployment.rules.deadline / 2
+        # Of several members each attempt gets a quarter of the deadline.
+        self._limit_s = deployment.rules.deadline / (2 if deployment.cluster is None else 4)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> None:

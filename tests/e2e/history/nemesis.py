@@ -134,7 +134,7 @@ class Nemesis:
         fault = self._begin("disk-full")
         undo = self._deployment.fill_disk()
         try:
-            await self._wait(rng.uniform(0.5, 2.5))
+            await self._wait(rng.uniform(0.5, 2.0))
         finally:
             undo()
             fault.end = time.time()

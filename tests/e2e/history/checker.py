@@ -586,8 +586,8 @@ class _Session:
 
 def check_idle(session: _Session, verdict: Verdict) -> None:
     """No claim outlives its TTL: after an idle time of more than a claim's longest life the next turn is `created`. Of
-    several that came before the first one's head, one is. Not judged when the store had an outage meanwhile, after which
-    claims are made for what was placed without it, or a new leader, which starts leases afresh."""
+    several that came before the first one's head, one is. Not judged when the store had an outage meanwhile, after
+    which claims are made for what was placed without it, or a new leader, which starts leases afresh."""
     rules, faults = session.faults.rules, session.faults
     idle_since = -math.inf
     for number, turn in enumerate(session.turns):
@@ -656,6 +656,8 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
     found = {
         other.affinity for other in session.turns if turn.start <= other.start <= until and other.outcome != "refused"
     }
+    if "rebound" in found and session.faults.overlap("worker-killed", None, turn.start, until):
+        found.add("created")  # at a worker that was not there, and then at another one
     return None if None in found or "degraded" in found else {how for how in found if how}
 
 

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import enum
 import functools
+import heapq
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from app.errors import TurnError
 from app.metrics import Metrics
-from app.policies import Policy, rendezvous
+from app.policies import Policy, least_loaded, rendezvous
 from app.workers import Fleet, Target
 from backends.base import (
     LIFETIME,
@@ -45,6 +49,11 @@ T = TypeVar("T")
 _UNPROVEN = 0
 _CREATE_TRIES = 3
 _REBINDS_PER_TURN = 3
+_MOVES = 6
+_MOVES_WINDOW = 30.0
+"""A session is moved at most so often within so many seconds by one replica: two that see the fleet differently must
+not fight over it."""
+_MOVES_REMEMBERED = 10_000
 _RECONCILE_AT_ONCE = 32
 
 
@@ -53,6 +62,33 @@ class StoreState(enum.Enum):
     READ_ONLY = "read-only"
     """Claims can be read but not made."""
     AWAY = "away"
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a turn would have its session, should no claim stand."""
+
+    candidates: tuple[Target, ...] = ()
+    """What the client asked for; empty: no wish."""
+    parent: str | None = None
+    """The key of the session whose prefix this one shares."""
+    refusal: TurnError | None = None
+    """Only a claim that stands will do, else this is raised."""
+
+
+ANYWHERE = Placement()
+
+
+class View(msgspec.Struct, frozen=True):
+    """What is known of a session; nothing is created or renewed to know it."""
+
+    key: str
+    claim: Claim | None
+    target: Target | None
+    """None when there is none, or when the claim names a worker that this replica does not have."""
+    active: int
+    """Its turns on this replica."""
+    source: str
+    """memory (proven), store, unproven (the store cannot answer), degraded (placed without the store) or none."""
 
 
 class Entry:
@@ -96,11 +132,11 @@ class _Resolution:
     def reserve(self, target: Target) -> None:
         self.unreserve()
         self.reserved = target
-        target.worker.reserved += 1
+        target.reserved += 1
 
     def unreserve(self) -> None:
         if self.reserved is not None:
-            self.reserved.worker.reserved -= 1
+            self.reserved.reserved -= 1
             self.reserved = None
 
 
@@ -120,13 +156,21 @@ class Affinity:
         capacity: int = 100_000,
         refuse_on_outage: bool = False,
         close_limit: float = 2.0,
+        parent_slack: int = 16,
+        log_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ttl`, `max_stale`, `close_limit` in seconds; `capacity` in entries; `clock` must be the store's."""
+        """`ttl`, `max_stale`, `close_limit` in seconds; `capacity` in entries; `clock` must be the store's. A child
+        session follows its parent unless that target has over `parent_slack` turns more than the least loaded one.
+        `log_share` of the sessions (0 to 1; by their hash, so the same on every replica) have each decision logged."""
         self._store, self._fleet, self._policy, self._metrics = store, fleet, policy, metrics
         self._replica, self._ttl, self._max_stale, self._capacity = replica, ttl, max_stale, capacity
         self._refuse, self._close_limit, self._clock = refuse_on_outage, close_limit, clock
+        self._parent_slack = parent_slack
+        self._among_hinted = least_loaded()
+        self._log_below = int(log_share * 0x10000)
         self._stamp = store.stamp
+        self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         self._active: dict[str, Entry] = {}
         self._idle: OrderedDict[str, Entry] = OrderedDict()
         self._resolutions: dict[str, _Resolution] = {}
@@ -192,36 +236,35 @@ class Affinity:
         elif entry.closing:
             entry.active += 1  # the turns that are still here decide where; the pending close stands
             return entry
-        now = self._clock()
-        if (
-            entry.proof == self._proof != _UNPROVEN
-            and now < entry.good_until
-            and self._stamp(key) == entry.stamp
-            and entry.target.worker.known
-        ):
-            if now >= entry.renew_at:
-                self._renew_soon(entry)
-            return self._enter(entry)
-        return None
+        if not self._proven(entry):
+            return None
+        if self._clock() >= entry.renew_at:
+            self._renew_soon(entry)
+        return self._enter(entry)
 
-    async def bind(self, key: str, hint: Target | None = None) -> tuple[Entry, str]:
-        """Join a session through the store: the claim that stands, or a new one for `hint` or the policy's choice.
+    async def bind(self, key: str, placement: Placement = ANYWHERE) -> tuple[Entry, str]:
+        """Join a session through the store: the claim that stands, or a new one as `placement` says.
 
         Answers the entry (to be given to `release` once) and the outcome: created, stored, cached (another turn here
         was already at it, or the store could not confirm), rebound or degraded. May be cancelled.
-        Raises TurnError `no_worker` or `store_unavailable`.
+        Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal.
         """
-        return await self._shared(key, functools.partial(self._resolve, key, hint))
+        bound = await self._shared(key, functools.partial(self._resolve, key, placement))
+        self._log(bound)
+        return bound
 
-    async def rebind(self, entry: Entry, lost: frozenset[str]) -> tuple[Entry, str]:
-        """Move a session off workers that cannot be reached (`lost`: their names). Takes the place of the caller's
-        hold on `entry`, which must not be released again unless this raises."""
+    async def rebind(self, entry: Entry, lost: frozenset[str], placement: Placement = ANYWHERE) -> tuple[Entry, str]:
+        """Move a session off workers that cannot be reached (`lost`: the names of all that the turn has found), to
+        where the client's wish or the policy says. Takes the place of the caller's hold on `entry`, which must not be
+        released again unless this raises."""
         for _ in range(_REBINDS_PER_TURN):
             current = self._current(entry.key) or entry
             if current.target.worker.name not in lost:
                 moved = self._enter(current)  # another turn has moved it
                 break
-            moved, _ = await self._shared(entry.key, functools.partial(self._replace, entry.key, current.claim, lost))
+            moved, _ = await self._shared(
+                entry.key, functools.partial(self._replace, entry.key, current.claim, lost, placement)
+            )
             if moved.target.worker.name not in lost:
                 break
             self.release(moved)
@@ -229,7 +272,9 @@ class Affinity:
             raise TurnError("no_worker", "the session's worker cannot be reached and no other one could be agreed on")
         moved.closing = moved.closing or entry.closing
         self._leave(entry)
-        return moved, "degraded" if moved.claim is None else "rebound"
+        bound = moved, "degraded" if moved.claim is None else "rebound"
+        self._log(bound)
+        return bound
 
     def release(self, entry: Entry) -> None:
         """A turn of the session has ended. The last one out closes the claim in the background when that is due."""
@@ -245,7 +290,93 @@ class Affinity:
         if task is not None:
             await asyncio.wait({task}, timeout=self._close_limit)
 
+    # -- from outside a turn
+
+    async def look_up(self, key: str) -> View:
+        """What is known of a session. Never creates or renews."""
+        entry = self._current(key)
+        active = entry.active if entry is not None else 0
+        if entry is not None and entry.claim is not None and self._proven(entry):
+            return View(key, entry.claim, entry.target, active, "memory")
+        try:
+            claim = await self._call("get", self._store.get(key))
+        except StoreError:
+            if entry is None:
+                raise TurnError("store_unavailable", "the claim store cannot be reached") from None
+            return View(key, entry.claim, entry.target, active, "unproven" if entry.claim else "degraded")
+        if claim is not None:
+            return View(key, claim, self._fleet.find(claim.value.worker, claim.value.rank), active, "store")
+        if entry is not None and entry.claim is None:
+            return View(key, None, entry.target, active, "degraded")
+        return View(key, None, None, active, "none")
+
+    async def end(self, key: str) -> str:
+        """Close a session whatever it is: closed, pending (its turns here end first, or the store must return), gone
+        or superseded. Raises TurnError `store_unavailable` when nothing is known of it."""
+        entry = self._current(key)
+        if entry is not None and entry.active:
+            entry.closing = True
+            return "pending"
+        try:
+            # What stands is closed, not what was known: the caller means the session, and has seen nothing of ours.
+            claim = await self._call("get", self._store.get(key))
+            if claim is None:
+                self._forget(key)
+                return "gone"
+            outcome = await self._repeat("close", lambda: self._store.close(claim))
+        except StoreError as error:
+            current = self._current(key)
+            if current is not None and not current.active and self._begin_close(current) is not None:
+                return "pending"
+            raise TurnError("store_unavailable", "the claim store cannot be reached") from error
+        self._metrics.closes.inc(outcome.value)
+        current = self._current(key)
+        if current is not None and not current.active:
+            self._forget(key)
+        return outcome.value
+
+    async def choose(self, placement: Placement) -> tuple[Target, str]:
+        """Where a session without a claim would be placed now, and why: hint, parent or policy. Takes nobody's turn.
+        Raises TurnError as `bind`."""
+        if placement.refusal is not None:
+            raise placement.refusal
+        try:
+            return await self._choose(placement, look=True)
+        except StoreError:
+            raise TurnError("store_unavailable", "the claim store cannot be reached") from None
+
+    def census(self) -> Counter[str]:
+        """How many sessions this replica knows, by the name of their worker."""
+        return Counter(entry.target.worker.name for table in (self._active, self._idle) for entry in table.values())
+
+    def page(self, after: str, limit: int, worker: str = "") -> list[View]:
+        """The first `limit` of the sessions that this replica knows, by their keys, of those after `after` and at
+        `worker` (empty: any)."""
+        entries = heapq.nsmallest(
+            limit,
+            (
+                entry
+                for table in (self._active, self._idle)
+                for key, entry in table.items()
+                if key > after and worker in ("", entry.target.worker.name)
+            ),
+            key=lambda entry: entry.key,
+        )
+        views = []
+        for entry in entries:
+            source = "degraded" if entry.claim is None else "memory" if self._proven(entry) else "unproven"
+            views.append(View(entry.key, entry.claim, entry.target, entry.active, source))
+        return views
+
     # -- the local table
+
+    def _proven(self, entry: Entry) -> bool:
+        return (
+            entry.proof == self._proof != _UNPROVEN
+            and self._clock() < entry.good_until
+            and self._stamp(entry.key) == entry.stamp
+            and entry.target.worker.known
+        )
 
     def _enter(self, entry: Entry) -> Entry:
         if not entry.active:
@@ -333,61 +464,78 @@ class Affinity:
         if not resolution.waiters:
             self._disband(resolution)
 
-    async def _resolve(self, key: str, hint: Target | None, resolution: _Resolution) -> tuple[Entry, str]:
+    async def _resolve(self, key: str, placement: Placement, resolution: _Resolution) -> tuple[Entry, str]:
         known = self._current(key)
         closing = self._closings.get(key)
         if closing is not None and self._state is StoreState.UP:
             await asyncio.wait({closing}, timeout=self._close_limit)
         if self._state is StoreState.AWAY:
-            return self._without_store(key, known, frozenset())
+            return self._without_store(key, known, placement)
         proof, stamp = self._proof, self._stamp(key)
         try:
-            if (known is not None and known.claim is not None) or self._state is StoreState.READ_ONLY:
+            claimed = known is not None and known.claim is not None
+            if claimed or placement.refusal is not None or self._state is StoreState.READ_ONLY:
                 claim = await self._call("get", self._store.get(key))
                 if claim is not None:
-                    return await self._adopt(key, claim, "stored", proof, stamp, resolution)
-                if known is not None and known.claim is not None:
+                    return await self._adopt(key, claim, "stored", placement, proof, stamp, resolution)
+                if claimed:
                     if self._current(key) is known:
                         self._forget(key)
                     known = None
                 if self._state is StoreState.READ_ONLY:
-                    return self._without_store(key, known, frozenset())
-            target = known.target if known is not None else hint or self._place(key, frozenset())
+                    return self._without_store(key, known, placement)
+            if known is not None:
+                target = known.target
+            elif placement.refusal is not None:
+                raise placement.refusal
+            else:
+                target, _ = await self._choose(placement)
             resolution.reserve(target)
             outcome = await self._create(key, target, 0)
             how = "created" if outcome.created else "stored"
-            return await self._adopt(key, outcome.claim, how, proof, stamp, resolution)
+            return await self._adopt(key, outcome.claim, how, placement, proof, stamp, resolution)
         except StoreError:
-            return self._without_store(key, known, frozenset())
+            return self._without_store(key, known, placement)
 
     async def _replace(
-        self, key: str, claim: Claim | None, lost: frozenset[str], resolution: _Resolution
+        self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement, resolution: _Resolution
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one elsewhere; whoever is first decides where."""
+        elsewhere = Placement(candidates=_without(placement.candidates, lost))
         if self._state is not StoreState.UP:
-            return self._without_store(key, None, lost)
+            return self._without_store(key, None, elsewhere, lost)
+        # One turn that finds several workers lost, one after the other, is one move.
+        if len(lost) <= 1 and not self._may_move(key):
+            raise TurnError(
+                "no_worker", f"the session was moved {_MOVES} times within {_MOVES_WINDOW:g} s; it is left for a while"
+            )
         proof, stamp = self._proof, self._stamp(key)
         try:
+            # Before the claim is closed: where nothing can be chosen, it stays.
+            target, _ = await self._choose(elsewhere, lost)
+            resolution.reserve(target)
             generation = 0
             if claim is not None:
                 generation = claim.value.generation + 1
                 await self._repeat("close", lambda: self._store.close(claim))
-            target = self._place(key, lost)
-            resolution.reserve(target)
             outcome = await self._create(key, target, generation)
             target_there = self._fleet.find(outcome.claim.value.worker, outcome.claim.value.rank)
             if target_there is None:
-                return self._without_store(key, None, lost)  # another replica's fleet differs; do not fight it
+                # Another replica's fleet differs; do not fight it.
+                return self._without_store(key, None, elsewhere, lost)
             return self._hold(key, outcome.claim, target_there, proof, stamp, resolution), "rebound"
         except StoreError:
-            return self._without_store(key, None, lost)
+            return self._without_store(key, None, elsewhere, lost)
 
     async def _adopt(
-        self, key: str, claim: Claim, how: str, proof: int, stamp: int, resolution: _Resolution
+        self, key: str, claim: Claim, how: str, placement: Placement, proof: int, stamp: int, resolution: _Resolution
     ) -> tuple[Entry, str]:
         target = self._fleet.find(claim.value.worker, claim.value.rank)
         if target is None:
-            return await self._replace(key, claim, frozenset({claim.value.worker}), resolution)
+            name = claim.value.worker
+            # The worker may be here without that rank: then it is not lost.
+            lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
+            return await self._replace(key, claim, lost, placement, resolution)
         return self._hold(key, claim, target, proof, stamp, resolution), how
 
     def _hold(self, key: str, claim: Claim, target: Target, proof: int, stamp: int, resolution: _Resolution) -> Entry:
@@ -411,7 +559,9 @@ class Affinity:
             entry.good_until = min(entry.good_until, claim.expires_at)
             entry.renew_at = claim.expires_at - self._ttl
 
-    def _without_store(self, key: str, known: Entry | None, lost: frozenset[str]) -> tuple[Entry, str]:
+    def _without_store(
+        self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str] = frozenset()
+    ) -> tuple[Entry, str]:
         if known is not None and known.target.worker.known:
             if self._current(key) is None:
                 self._install(known)
@@ -419,27 +569,76 @@ class Affinity:
                 self._metrics.unproven.inc()
                 return known, "cached"
             return known, "degraded"
-        if self._refuse:
+        if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        entry = Entry(key, self._pick(lambda candidates: rendezvous(key, candidates), lost))
+        candidates = placement.candidates or self._candidates(lost)
+        entry = Entry(key, rendezvous(key, candidates))
         self._install(entry)
         return entry, "degraded"
 
     def _current(self, key: str) -> Entry | None:
         return self._active.get(key) or self._idle.get(key)
 
-    def _place(self, key: str, lost: frozenset[str]) -> Target:
-        return self._pick(self._policy, lost)
+    async def _choose(
+        self, placement: Placement, lost: frozenset[str] = frozenset(), *, look: bool = False
+    ) -> tuple[Target, str]:
+        """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy.
+        `look`: nothing is counted, and no turn of a policy is taken."""
+        if placement.candidates:
+            pick: Policy = copy.copy(self._among_hinted) if look else self._among_hinted
+            return pick(placement.candidates), "hint"
+        candidates = self._candidates(lost)
+        if placement.parent is not None:
+            near = await self._near(placement.parent)
+            candidates = self._candidates(lost)  # as they are now
+            follows = near in candidates and near.load - min(t.load for t in candidates) <= self._parent_slack
+            if not look:
+                self._metrics.parents.inc("followed" if follows else "unknown" if near is None else "passed_over")
+            if follows:
+                assert near is not None
+                return near, "parent"
+        pick = copy.copy(self._policy) if look else self._policy
+        return pick(candidates), "policy"
 
-    def _pick(self, policy: Policy, lost: frozenset[str]) -> Target:
+    async def _near(self, parent: str) -> Target | None:
+        entry = self._current(parent)
+        if entry is not None:
+            return entry.target
+        claim = await self._call("get", self._store.get(parent))
+        return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
+
+    def _candidates(self, lost: frozenset[str] = frozenset()) -> list[Target]:
         candidates = self._fleet.candidates(lost)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
-        return policy(candidates)
+        return candidates
+
+    def _may_move(self, key: str) -> bool:
+        now = self._clock()
+        recent = tuple(at for at in self._moves.get(key, ()) if now - at < _MOVES_WINDOW)
+        if len(recent) >= _MOVES:
+            return False
+        self._moves[key] = (*recent, now)
+        self._moves.move_to_end(key)
+        if len(self._moves) > _MOVES_REMEMBERED:
+            self._moves.popitem(last=False)
+        return True
+
+    def _log(self, bound: tuple[Entry, str]) -> None:
+        entry, how = bound
+        if self._log_below and int(entry.key[:4], 16) < self._log_below:
+            rank = "" if entry.target.rank is None else f" rank {entry.target.rank}"
+            log.info("session %s %s at %s%s", entry.key[:12], how, entry.target.worker.name, rank)
 
     async def _create(self, key: str, target: Target, generation: int) -> Any:
         # One proposal, so one nonce, for every try: a create whose reply was lost is recognised as our own.
-        value = ClaimValue(worker=target.worker.name, rank=target.rank, replica=self._replica, generation=generation)
+        value = ClaimValue(
+            worker=target.worker.name,
+            rank=target.rank,
+            replica=self._replica,
+            generation=generation,
+            created_at=int(time.time()),
+        )
         return await self._repeat("create", lambda: self._store.create_or_get(key, value, self._ttl))
 
     async def _repeat(self, op: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -662,6 +861,10 @@ class Affinity:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a background task of the affinity failed", exc_info=task.exception())
+
+
+def _without(candidates: tuple[Target, ...], lost: frozenset[str]) -> tuple[Target, ...]:
+    return tuple(target for target in candidates if target.worker.name not in lost)
 
 
 def _continues(entry: Entry, claim: Claim, target: Target) -> bool:

@@ -10,23 +10,44 @@ from urllib.parse import unquote
 
 import httpx
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from app.errors import TurnError, error_response
+from app.headers import Noted
 from app.metrics import Metrics
+from app.tenants import Tenants
 from app.workers import Fleet, Worker
 
 _MODELS_TIMEOUT = 5.0
 """Seconds that a worker has to list its models; slower ones are left out of that answer."""
-_FORWARDED = ("authorization", "openai-organization", "openai-project")
+_FORWARDED = ("authorization", "x-api-key", "openai-organization", "openai-project")
 
 
 def add_control_plane(
-    app: FastAPI, *, fleet: Fleet, metrics: Metrics, draining: Callable[[], bool], tls: ssl.SSLContext
+    app: FastAPI,
+    *,
+    fleet: Fleet,
+    metrics: Metrics,
+    draining: Callable[[], bool],
+    tls: ssl.SSLContext,
+    tenants: Tenants,
+    worker_key: str = "",
 ) -> None:
-    """Register the routes on `app`. `tls` is for https workers."""
+    """Register the routes on `app`. `tls` is for https workers; `worker_key` is sent them in place of the client's."""
+
+    async def merged(request: Request) -> list[dict[str, Any]]:
+        noted: Noted = {}
+        for name, value in request.headers.raw:
+            noted.setdefault(name.lower(), []).append(value)
+        tenants.authenticate(noted)
+        if worker_key:
+            headers = {"authorization": f"Bearer {worker_key}"}
+        else:
+            headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
+        return await _merged_models(fleet, headers, tls)
 
     @app.get("/health", summary="The process answers")
     async def health() -> dict[str, str]:
@@ -48,11 +69,11 @@ def add_control_plane(
 
     @app.get("/v1/models", summary="The models of all workers")
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await _merged_models(fleet, request, tls)})
+        return JSONResponse({"object": "list", "data": await merged(request)})
 
     @app.get("/v1/models/{name:path}", summary="One model")
     async def model(name: str, request: Request) -> Response:
-        for entry in await _merged_models(fleet, request, tls):
+        for entry in await merged(request):
             if entry["id"] == unquote(name):
                 return JSONResponse(entry)
         raise TurnError("model_not_found", f"no worker has the model {name!r}", param="model")
@@ -60,6 +81,12 @@ def add_control_plane(
     @app.exception_handler(TurnError)
     async def on_turn_error(_: Request, error: TurnError) -> Response:
         return _answer(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        return _answer(TurnError("invalid_request", f"{name}: {first['msg']}", param=name))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -88,9 +115,8 @@ def _answer(error: TurnError) -> Response:
     return response
 
 
-async def _merged_models(fleet: Fleet, request: Request, tls: ssl.SSLContext) -> list[dict[str, Any]]:
+async def _merged_models(fleet: Fleet, headers: dict[str, str], tls: ssl.SSLContext) -> list[dict[str, Any]]:
     """The workers' models, each id once, in the workers' order. Raises TurnError when no worker answered."""
-    headers = {name: request.headers[name] for name in _FORWARDED if name in request.headers}
     workers = list(fleet)
     if not workers:
         raise TurnError("no_worker", "no worker is configured; start the router with --worker URL")

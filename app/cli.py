@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import mocker.cli
-from app import up
+from app import remote, up
 from app.config import (
     CONFIG_VARIABLE,
     SPOKEN_DEFAULTS,
@@ -27,12 +27,31 @@ from app.config import (
 )
 from app.main import open_claims
 from app.serve import configure_logging, serve, version
+from app.tenants import new_key
 from backends import StoreConfigurationError, StoreError
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "listening": ("host", "port", "processes", "keepalive_timeout"),
-    "workers": ("worker", "policy", "worker_ca", "worker_tls_verify", "worker_keepalive"),
-    "sessions and their claims": (
+    "workers": (
+        "worker",
+        "policy",
+        "rank_header",
+        "worker_api_key",
+        "worker_api_key_file",
+        "worker_ca",
+        "worker_tls_verify",
+        "worker_keepalive",
+    ),
+    "who may": ("api_keys", "admin_token"),
+    "sessions": (
+        "session_from",
+        "affinity",
+        "overload",
+        "parent_slack",
+        "hint_conflict",
+        "log_bindings",
+    ),
+    "claims": (
         "claims",
         "session_ttl",
         "session_secret",
@@ -68,6 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _serve(args)
         if args.command == "mock":
             return mocker.cli.run(args)
+        if args.command == "sessions":
+            return remote.run_sessions(args)
+        if args.command == "workers":
+            return remote.run_workers(args)
+        if args.command == "key":
+            return _key(args)
         return up.run(args)
     except KeyboardInterrupt:
         return 130
@@ -98,6 +123,16 @@ def _serve(args: argparse.Namespace) -> int:
         print(_overview(effective))
         return 0
     return serve(effective.settings)
+
+
+def _key(args: argparse.Namespace) -> int:
+    try:
+        key, line = new_key(args.tenant)
+    except ValueError as error:
+        return _fail(2, str(error))
+    print(f"the key, for the client (it is not kept): {key}", file=sys.stderr)
+    print(line)
+    return 0
 
 
 async def _try_store(settings: Settings) -> StoreError | None:
@@ -166,6 +201,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         ("serve", "run the router"),
         ("mock", "run simulated workers"),
         ("up", "run simulated workers and replicas of the router on this machine, ready to be tried"),
+        ("sessions", "list, show and close sessions of a running router"),
+        ("workers", "list the workers of a running router"),
+        ("key", "make an API key of a tenant, and its line for the file of keys"),
     ):
         commands[name] = subparsers.add_parser(
             name,
@@ -177,6 +215,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     _add_serve_arguments(commands["serve"])
     mocker.cli.add_arguments(commands["mock"])
     up.add_arguments(commands["up"])
+    remote.add_sessions_arguments(commands["sessions"])
+    remote.add_workers_arguments(commands["workers"])
+    commands["key"].add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
     return parser, commands
 
 

@@ -33,7 +33,9 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from app.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.policies import POLICIES
+from app.tenants import read_keys
 from app.workers import WorkerError, normal_url, worker_name
 
 MIB = 1024 * 1024
@@ -62,22 +64,29 @@ def _default_replica() -> str:
 
 
 class WorkerSpec:
-    """One `--worker URL[,name=NAME]`. Raises ValueError with the remedy."""
+    """One `--worker URL[,name=NAME][,dp=N]`. Raises ValueError with the remedy."""
 
-    __slots__ = ("name", "url")
+    __slots__ = ("name", "ranks", "url")
 
     def __init__(self, text: str) -> None:
         url, *options = text.split(",")
         self.url = normal_url(url)
         self.name = worker_name(self.url)
+        self.ranks = 0
         for option in options:
-            key, equals, value = option.partition("=")
-            if key.strip() != "name" or not equals:
-                raise WorkerError(f"worker {text!r} has the unknown option {option!r}; write URL or URL,name=NAME")
-            value = value.strip()
-            if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
-                raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
-            self.name = value
+            key, equals, value = (part.strip() for part in option.partition("="))
+            if key == "name" and equals:
+                if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
+                    raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
+                self.name = value
+            elif key == "dp" and equals:
+                if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1024:
+                    raise WorkerError(f"worker {text!r}: dp is its number of data-parallel ranks, 1 to 1024")
+                self.ranks = int(value)
+            else:
+                raise WorkerError(
+                    f"worker {text!r} has the unknown option {option!r}; write URL[,name=NAME][,dp=RANKS]"
+                )
 
 
 class RelationError(ValueError):
@@ -109,7 +118,7 @@ class Settings(BaseSettings):
         description="Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix.",
     )
     worker: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="A worker, as URL[,name=NAME]; repeatable (in a variable: separated by spaces)."
+        (), description="A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."
     )
     policy: str = Field("least-loaded", description=f"Where new sessions go: {', '.join(POLICIES)}.")
     session_ttl: float = Field(
@@ -134,6 +143,43 @@ class Settings(BaseSettings):
         max_length=100,
         description="This replica's name in claims; unique. Each of several processes adds a number.",
     )
+    session_from: Annotated[tuple[str, ...], NoDecode] = Field(
+        DEFAULT_SOURCES,
+        description="Where a session's id is looked for, in this order: HEADER[+AGENT_HEADER][/PARENT_HEADER] or "
+        f"body:FIELD ({', '.join(BODY_FIELDS)}); repeatable (in a variable: separated by spaces).",
+    )
+    rank_header: str = Field(
+        "X-data-parallel-rank",
+        description="Header that tells a worker with ranks which of them is meant.",
+    )
+    affinity: Literal["hard", "soft"] = Field(
+        "hard", description="Whether a session may pass over its worker for one turn when that is overloaded (soft)."
+    )
+    overload: int = Field(
+        0, ge=0, description="Turns in flight at a target from which on it counts as overloaded; 0: never."
+    )
+    parent_slack: int = Field(
+        16,
+        ge=0,
+        description="A child session follows its parent unless that target has more turns than this above the least.",
+    )
+    hint_conflict: Literal["override", "reject"] = Field(
+        "override",
+        description="A hint that a claim contradicts: the claim overrides it, or the turn is rejected (400).",
+    )
+    api_keys: Path | None = Field(
+        None, description="File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."
+    )
+    worker_api_key: SecretStr = Field(
+        SecretStr(""), description="Key sent to the workers in place of the client's, which then stays here."
+    )
+    worker_api_key_file: Path | None = Field(None, description="File that holds the worker API key.")
+    admin_token: SecretStr = Field(
+        SecretStr(""), description="Bearer token of the admin API; without it only this machine may use that API."
+    )
+    log_bindings: float = Field(
+        0.0, ge=0, le=1, description="Share of the sessions of which each binding decision is logged."
+    )
     connect_timeout: float = Field(5.0, gt=0, le=300, description="Seconds to connect to a worker.")
     first_byte_timeout: float = Field(
         600.0, ge=0, description="Seconds until a worker begins to answer, prefill included; 0: no limit."
@@ -153,7 +199,7 @@ class Settings(BaseSettings):
     drain_timeout: int = Field(30, ge=0, le=86_400, description="Seconds that running turns get at shutdown.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
 
-    @field_validator("worker", mode="before")
+    @field_validator("worker", "session_from", mode="before")
     @classmethod
     def _split_workers(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -177,6 +223,46 @@ class Settings(BaseSettings):
                     "remove one or give it another name (URL,name=NAME)"
                 )
             names[spec.name] = urls[spec.url] = text
+        return value
+
+    @field_validator("session_from")
+    @classmethod
+    def _check_sources(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        Identifier(value)
+        return value
+
+    @field_validator("rank_header")
+    @classmethod
+    def _check_header(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9!#$%&'*.^_`|~-]+", value):
+            raise ValueError("not the name of a header; write one like X-data-parallel-rank")
+        return value
+
+    @field_validator("api_keys")
+    @classmethod
+    def _check_keys(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            try:
+                read_keys(value)
+            except OSError as error:
+                raise ValueError(f"the file cannot be read ({error.strerror}); name a file of API keys") from None
+        return value
+
+    @field_validator("worker_api_key_file")
+    @classmethod
+    def _check_key_file(cls, value: Path | None) -> Path | None:
+        if value is not None:
+            try:
+                _checked_key(value.read_text().strip())
+            except OSError as error:
+                raise ValueError(f"the file cannot be read ({error.strerror}); name a file with one key") from None
+        return value
+
+    @field_validator("worker_api_key")
+    @classmethod
+    def _check_key(cls, value: SecretStr) -> SecretStr:
+        if value.get_secret_value():
+            _checked_key(value.get_secret_value())
         return value
 
     @field_validator("policy")
@@ -230,11 +316,25 @@ class Settings(BaseSettings):
                 ("turn_timeout", "connect_timeout"),
                 "a turn would end before its connection may fail; make the turn's limit the larger one, or 0",
             )
+        if self.affinity == "soft" and not self.overload:
+            raise RelationError(
+                ("affinity", "overload"),
+                "soft affinity needs to know when a target is overloaded; set a number of turns",
+            )
+        if self.worker_api_key.get_secret_value() and self.worker_api_key_file is not None:
+            raise RelationError(("worker_api_key", "worker_api_key_file"), "the key is given twice; remove one")
         if self.worker_ca is not None and not self.worker_tls_verify:
             raise RelationError(
                 ("worker_ca", "worker_tls_verify"), "certificates that are not verified need no CA; remove one of them"
             )
         return self
+
+    @property
+    def worker_key(self) -> str:
+        """The key for the workers, wherever it was given; empty: the client's is passed on."""
+        if self.worker_api_key_file is not None:
+            return self.worker_api_key_file.read_text().strip()
+        return self.worker_api_key.get_secret_value()
 
     @classmethod
     def settings_customise_sources(
@@ -246,6 +346,12 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings
+
+
+def _checked_key(key: str) -> str:
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("a key is visible ASCII characters without spaces")
+    return key
 
 
 # --- the sources -----------------------------------------------------------------------------------------------------
@@ -373,7 +479,7 @@ def expected(field: FieldInfo) -> str:
         noun = "a whole number" if field.annotation is int else "a number"
         return noun + _spoken_bounds(field.metadata)
     if field.annotation == tuple[str, ...]:
-        return "a list of URLs"
+        return "a list of texts"
     if field.annotation == Path | None:
         return "the path of a file"
     longest = [item.max_length for item in field.metadata if isinstance(item, annotated_types.MaxLen)]

@@ -33,6 +33,8 @@ TABLE: dict[str, Answer] = {
     "invalid_session_id": Answer(400, _INVALID),
     "invalid_hint": Answer(400, _INVALID),
     "unknown_worker": Answer(400, _INVALID),
+    "hint_required": Answer(400, _INVALID),
+    "hint_conflict": Answer(400, _INVALID),
     "request_timeout": Answer(408, _INVALID),
     "invalid_api_key": Answer(401, "authentication_error"),
     "forbidden": Answer(403, "permission_error"),

@@ -28,7 +28,7 @@ HOP_BY_HOP = frozenset(
 
 # Ours to say anew: the worker's address, the framing of the body that we buffered, the continue that we already gave,
 # and the request's id.
-_NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
+NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
 
 # A worker may repeat the id that it was sent; ours goes to the client once.
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"x-request-id"}
@@ -36,18 +36,20 @@ _NOT_TO_CLIENT = HOP_BY_HOP | {b"x-request-id"}
 _BODILESS = (204, 304)
 
 
-def sort_request(headers: Sequence[Header], wanted: frozenset[bytes]) -> tuple[bytes, Noted]:
-    """The header lines that go on to the worker, and the values of the `wanted` ones (which go on as well)."""
+def sort_request(
+    headers: Sequence[Header], wanted: frozenset[bytes], kept_back: frozenset[bytes] = NOT_TO_WORKER
+) -> tuple[bytes, Noted]:
+    """The header lines that go on to the worker, all but those `kept_back`, and the values of the `wanted` ones."""
     lines: list[bytes] = []
     noted: Noted = {}
     for name, value in headers:
         if name in wanted:
             noted.setdefault(name, []).append(value)
-        if name not in _NOT_TO_WORKER:
+        if name not in kept_back:
             lines += (name, b": ", value, b"\r\n")
         elif name == b"connection" and connection_named(value):
             drop = {b"connection"}.union(*(connection_named(line) for key, line in headers if key == b"connection"))
-            return sort_request([pair for pair in headers if pair[0] not in drop], wanted)
+            return sort_request([pair for pair in headers if pair[0] not in drop], wanted, kept_back)
     return b"".join(lines), noted
 
 

@@ -1,4 +1,4 @@
-"""Which session a turn belongs to, read from its headers. Pure.
+"""Which session a turn belongs to, read from its headers and, where asked for, its body. Pure.
 
 The first source that carries an id decides. A request id is never taken for a session id: it would send every turn to
 a new place.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -16,65 +18,178 @@ from app.headers import Noted
 
 MAX_ID_BYTES = 256
 
-SESSION_SOURCES = (
-    b"x-dynamo-session-id",
-    b"x-claude-code-session-id",  # Claude Code
-    b"thread-id",  # Codex
-    b"session-id",  # Codex before
-    b"x-session-id",  # OpenCode
+Session = tuple[bytes, ...]
+"""A session's id; for a child agent that shares its client's session id, that id and the agent's."""
+
+DEFAULT_SOURCES = (
+    "x-dynamo-session-id/x-dynamo-parent-session-id",
+    # Claude Code: one session id for all agents of a run; child agents say their own and their parent's.
+    "x-claude-code-session-id+x-claude-code-agent-id/+x-claude-code-parent-agent-id",
+    "thread-id/x-codex-parent-thread-id",  # Codex
+    "session-id/x-codex-parent-thread-id",  # Codex before it had threads
+    "x-session-id/x-parent-session-id",  # OpenCode
 )
-PARENT_SOURCES = (
-    b"x-dynamo-parent-session-id",
-    b"x-codex-parent-thread-id",
-    b"x-parent-session-id",
-)
+
 FINAL = b"x-dynamo-session-final"
 WORKER_HINT = b"x-dynamo-worker-instance-id"
 RANK_HINT = b"x-dynamo-dp-rank"
-HEADERS = frozenset({*SESSION_SOURCES, *PARENT_SOURCES, FINAL, WORKER_HINT, RANK_HINT})
-"""Every header that `identify` reads."""
+# Dynamo's hints for a separate prefill stage, which this router does not have: accepted, counted, without effect.
+PREFILL_HINTS = (b"x-dynamo-prefill-instance-id", b"x-dynamo-prefill-dp-rank")
+HINTS = frozenset({WORKER_HINT, RANK_HINT, *PREFILL_HINTS})
 
 _TRUE = frozenset({b"1", b"true", b"yes", b"on"})
+_FALSE = frozenset({b"0", b"false", b"no", b"off"})
 # Visible ASCII only: an id is an opaque token, and anything else differs between encodings on its way here.
 _is_id = re.compile(rb"[\x21-\x7e]{1,%d}" % MAX_ID_BYTES).fullmatch
+_is_name = re.compile(r"[a-z0-9!#$%&'*.^_`|~-]+").fullmatch
 
 
-class Identity(msgspec.Struct, frozen=True):
-    """What a turn's headers say about its session."""
+class Source(msgspec.Struct, frozen=True):
+    """Where one kind of client says its session's id. Header names are lower-case."""
 
-    session: bytes | None = None
+    session: bytes = b""
+    agent: bytes | None = None
+    """Names a child agent within the session."""
     parent: bytes | None = None
-    final: bool = False
-    worker_hint: str | None = None
-    rank_hint: int | None = None
+    """Names the parent's session."""
+    parent_agent: bytes | None = None
+    """Names the parent agent within the same session."""
+    body: tuple[str, ...] = ()
+    """The path of a string in the JSON body, for a source that is not a header."""
 
     @property
-    def hinted(self) -> bool:
-        return self.worker_hint is not None or self.rank_hint is not None
+    def headers(self) -> frozenset[bytes]:
+        names = (self.session, self.agent, self.parent, self.parent_agent)
+        return frozenset(name for name in names if name)
 
 
-def identify(noted: Noted) -> Identity:
-    """`noted` holds the values of HEADERS. Raises TurnError `invalid_session_id` or `invalid_hint`."""
-    final = noted.get(FINAL)
-    worker = _one(noted, WORKER_HINT, "invalid_hint")
-    return Identity(
-        _first_id(noted, SESSION_SOURCES),
-        _first_id(noted, PARENT_SOURCES),
-        final is not None and any(value.strip().lower() in _TRUE for value in final),
-        worker.decode("latin-1") if worker else None,
-        _rank(noted) if RANK_HINT in noted else None,
+def parse_source(text: str) -> Source:
+    """A source from its setting: `HEADER[+AGENT_HEADER][/PARENT_HEADER | /+PARENT_AGENT_HEADER]`, or `body:FIELD` with
+    FIELD one of BODY_FIELDS. Raises ValueError with the remedy."""
+    if text.startswith("body:"):
+        field = text.removeprefix("body:")
+        if field not in BODY_FIELDS:
+            raise ValueError(f"{text!r} is no session source; the body's fields are {', '.join(BODY_FIELDS)}")
+        return Source(body=tuple(field.split(".")))
+    own, _, parent = text.lower().partition("/")
+    session, _, agent = own.partition("+")
+    for name in (session, *filter(None, (agent, parent.removeprefix("+")))):
+        if not _is_name(name):
+            raise ValueError(f"{text!r} is no session source; write HEADER, HEADER/PARENT_HEADER or body:FIELD")
+        if name in ("x-request-id", "request-id", "x-client-request-id", "traceparent", "x-correlation-id"):
+            raise ValueError(f"{text!r}: {name} differs from turn to turn; it cannot name a session")
+    return Source(
+        session=session.encode(),
+        agent=agent.encode() or None,
+        parent=None if parent.startswith("+") else parent.encode() or None,
+        parent_agent=parent[1:].encode() if parent.startswith("+") else None,
     )
 
 
-def _first_id(noted: Noted, sources: tuple[bytes, ...]) -> bytes | None:
-    for source in sources:
-        if source in noted:
-            value = _one(noted, source, "invalid_session_id")
-            if value:
-                if not _is_id(value):
-                    raise _bad_id(value, source)
-                return value
-    return None
+BODY_FIELDS = ("prompt_cache_key", "user", "metadata.session_id")
+"""Fields of OpenAI's requests that some clients fill with a session's id. Read only when a source names them."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a turn says about its session."""
+
+    session: Session | None = None
+    parent: Session | None = None
+    final: bool = False
+    final_unclear: bool = False
+    """The final header was there and said neither yes nor no; it counts as no."""
+
+
+class Hints(msgspec.Struct, frozen=True):
+    """Where the headers of a turn would have it placed."""
+
+    worker: str | None = None
+    rank: int | None = None
+    prefill: bool = False
+    """There were hints for a prefill stage."""
+
+
+class Identifier:
+    """Reads identities from the sources that the settings name, in their order."""
+
+    def __init__(self, sources: Iterable[str] = DEFAULT_SOURCES) -> None:
+        """Raises ValueError as `parse_source`."""
+        parsed = [parse_source(text) for text in sources]
+        headers = [source for source in parsed if source.session]
+        self._bodies = [source.body for source in parsed if source.body]
+        all_parents = [source.parent for source in headers if source.parent]
+        # A client may say its parent in the words of another source than its own id.
+        self._headers = [
+            (source, source.session, tuple(dict.fromkeys(filter(None, (source.parent, *all_parents)))))
+            for source in headers
+        ]
+        self.wanted = frozenset({FINAL}).union(*(source.headers for source in headers))
+        """Every header that `identify` reads."""
+
+    @property
+    def reads_body(self) -> bool:
+        return bool(self._bodies)
+
+    def identify(self, noted: Noted, body: Mapping[str, Any] | None = None) -> Identity:
+        """`noted` holds the values of `wanted`; `body` the fields of BODY_FIELDS that a JSON body has.
+        Raises TurnError `invalid_session_id`."""
+        session, parent = self._of_headers(noted)
+        if session is None and body:
+            session = self._of_body(body)
+        final, unclear = _final(noted[FINAL]) if FINAL in noted else (False, False)
+        return Identity(session, parent, final, unclear)
+
+    def _of_headers(self, noted: Noted) -> tuple[Session | None, Session | None]:
+        for source, name, parents in self._headers:
+            if name in noted and (own := _id(noted, name)):
+                session: Session = (own,)
+                parent: Session | None = None
+                if source.agent is not None and (agent := _id(noted, source.agent)):
+                    session, parent = (own, agent), (own,)
+                    if source.parent_agent is not None and (above := _id(noted, source.parent_agent)):
+                        parent = (own, above)
+                for name in parents:
+                    if name in noted and (above := _id(noted, name)):
+                        parent = (above,)
+                        break
+                return session, None if parent == session else parent
+        return None, None
+
+    def _of_body(self, body: Mapping[str, Any]) -> Session | None:
+        for path in self._bodies:
+            value: Any = body
+            for step in path:
+                value = value.get(step) if isinstance(value, dict) else None
+            if isinstance(value, str) and value.strip():
+                own = value.strip().encode()
+                if not _is_id(own):
+                    raise _bad_id(own, ".".join(path))
+                return (own,)
+        return None
+
+
+def _final(values: list[bytes]) -> tuple[bool, bool]:
+    """Whether it says yes, and whether it says neither yes nor no, as two that differ do."""
+    words = {value.strip().lower() for value in values} - {b""}
+    final = bool(words) and words <= _TRUE
+    return final, not final and not words <= _FALSE
+
+
+def read_hints(noted: Noted) -> Hints:
+    """`noted` holds the values of HINTS. Raises TurnError `invalid_hint`."""
+    worker = _one(noted, WORKER_HINT, "invalid_hint")
+    return Hints(
+        worker.decode("latin-1") if worker else None,
+        _rank(noted),
+        PREFILL_HINTS[0] in noted or PREFILL_HINTS[1] in noted,
+    )
+
+
+def _id(noted: Noted, name: bytes) -> bytes | None:
+    value = _one(noted, name, "invalid_session_id")
+    if value and not _is_id(value):
+        raise _bad_id(value, name.decode())
+    return value
 
 
 def _rank(noted: Noted) -> int | None:
@@ -100,8 +215,7 @@ def _one(noted: Noted, name: bytes, code: str) -> bytes | None:
     return next(iter(distinct), None)
 
 
-def _bad_id(value: bytes, source: bytes) -> TurnError:
-    shown = source.decode()
+def _bad_id(value: bytes, shown: str) -> TurnError:
     if len(value) > MAX_ID_BYTES:
         message = f"{shown} has {len(value)} bytes; at most {MAX_ID_BYTES} are allowed"
     else:
@@ -110,7 +224,7 @@ def _bad_id(value: bytes, source: bytes) -> TurnError:
 
 
 class KeyHasher:
-    """Turns (tenant, session id) into a claim key. Raw ids never reach a store, a path or a log.
+    """Turns (tenant, session) into a claim key. Raw ids never reach a store, a path or a log.
 
     BLAKE2b with our own personalisation over length-prefixed fields, so that no two pairs collide by
     concatenation; keyed when the operator sets a secret, so that a store's reader cannot test guesses of ids.
@@ -120,8 +234,10 @@ class KeyHasher:
         """`secret`: at most 64 bytes; the same on every replica."""
         self._base = hashlib.blake2b(digest_size=20, person=b"coatcheck-claim1", key=secret)
 
-    def key(self, tenant: bytes, session: bytes) -> str:
-        """40 lower-case hex digits."""
+    def key(self, tenant: bytes, *session: bytes) -> str:
+        """40 lower-case hex digits. `session`: the parts of a Session."""
         state = self._base.copy()
-        state.update(b"%d:%b%d:%b" % (len(tenant), tenant, len(session), session))
+        state.update(b"%d:%b" % (len(tenant), tenant))
+        for part in session:
+            state.update(b"%d:%b" % (len(part), part))
         return state.hexdigest()

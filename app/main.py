@@ -10,13 +10,15 @@ from collections.abc import AsyncIterator
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from app.admin import add_admin
 from app.affinity import Affinity
 from app.api import add_control_plane
 from app.config import Settings, WorkerSpec
-from app.identity import KeyHasher
+from app.identity import Identifier, KeyHasher
 from app.metrics import Metrics
 from app.policies import POLICIES
-from app.proxy import Limits, Proxy
+from app.proxy import Limits, Proxy, Rules
+from app.tenants import Admins, Tenants, read_keys
 from app.workers import Fleet, make_worker
 from backends import ClaimStore, Guarantee, open_store
 
@@ -54,6 +56,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         make_worker(
             spec.url,
             name=spec.name,
+            ranks=spec.ranks,
             tls=tls,
             connect_limit=settings.connect_timeout,
             idle_limit=settings.worker_keepalive,
@@ -62,6 +65,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     )
     metrics = Metrics()
     policy = POLICIES[settings.policy]()
+    tenants = read_keys(settings.api_keys) if settings.api_keys is not None else Tenants({})
+    admins = Admins(settings.admin_token.get_secret_value())
+    hasher = KeyHasher(settings.session_secret.get_secret_value().encode())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,18 +88,30 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 capacity=settings.claim_cache,
                 refuse_on_outage=settings.on_store_outage == "refuse",
                 close_limit=settings.store_deadline,
+                parent_slack=settings.parent_slack,
+                log_share=settings.log_bindings,
             )
             app.proxy = Proxy(
                 fleet=fleet,
                 policy=policy,
                 affinity=app.affinity,
-                hasher=KeyHasher(settings.session_secret.get_secret_value().encode()),
+                hasher=hasher,
                 metrics=metrics,
                 limits=Limits(
                     body_bytes=settings.max_body_bytes,
                     first_byte=settings.first_byte_timeout,
                     idle=settings.idle_timeout,
                     total=settings.turn_timeout,
+                ),
+                identifier=Identifier(settings.session_from),
+                tenants=tenants,
+                admins=admins,
+                rules=Rules(
+                    soft_overload=settings.overload if settings.affinity == "soft" else 0,
+                    reject_conflicts=settings.hint_conflict == "reject",
+                    hints_only=settings.policy == "direct",
+                    worker_key=settings.worker_key.encode(),
+                    rank_header=settings.rank_header.lower().encode(),
                 ),
             )
             _register_gauges(app)
@@ -104,7 +122,16 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
 
     app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.fleet, app.metrics = fleet, metrics
-    add_control_plane(app, fleet=fleet, metrics=metrics, draining=lambda: app.draining, tls=tls)
+    add_control_plane(
+        app,
+        fleet=fleet,
+        metrics=metrics,
+        draining=lambda: app.draining,
+        tls=tls,
+        tenants=tenants,
+        worker_key=settings.worker_key,
+    )
+    add_admin(app, fleet=fleet, affinity=lambda: app.affinity, hasher=hasher, admins=admins, replica=settings.replica)
     return app
 
 
@@ -141,6 +168,12 @@ def _register_gauges(app: Router) -> None:
         "Attempts that hold a slot.",
         "worker",
         lambda: ((w.name, w.in_flight) for w in app.fleet),
+    )
+    metrics.gauges(
+        "coatcheck_in_flight_rank",
+        "Attempts that hold a slot, at each target that is a rank.",
+        "target",
+        lambda: ((f"{w.name}/{t.rank}", t.in_flight) for w in app.fleet for t in w.targets if t.rank is not None),
     )
     metrics.gauges(
         "coatcheck_worker_connections",

@@ -16,7 +16,7 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-AFFINITY_OUTCOMES = ("created", "cached", "stored", "rebound", "degraded", "none")
+AFFINITY_OUTCOMES = ("created", "cached", "stored", "rebound", "degraded", "bypassed", "none")
 TURN_OUTCOMES = (
     "completed",
     "client_error",
@@ -26,6 +26,7 @@ TURN_OUTCOMES = (
     "rejected",
     "unplaced",
     "failed",
+    "explained",
 )
 
 _MAX_MODELS = 100
@@ -105,9 +106,18 @@ class Metrics(Collector):
         self.unproven = Counter(
             "coatcheck_unproven_claims_used", "Cached claims used although the store could not confirm them."
         )
-        self.closes = Counter("coatcheck_closes", "Claims closed by final turns, by outcome.", ("outcome",))
+        self.closes = Counter("coatcheck_closes", "Claims closed by final turns or by hand, by outcome.", ("outcome",))
         self.hints_overridden = Counter(
             "coatcheck_hints_overridden", "Placement hints that an existing claim overrode."
+        )
+        self.hints_ignored = Counter(
+            "coatcheck_hints_ignored", "Hints of kinds that have no effect here, by kind.", ("kind",)
+        )
+        self.final_unclear = Counter(
+            "coatcheck_final_headers_unclear", "Final headers that say neither yes nor no; they count as no."
+        )
+        self.parents = Counter(
+            "coatcheck_parent_placements", "First turns of child sessions, by whether they followed.", ("outcome",)
         )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
         self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []

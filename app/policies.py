@@ -1,4 +1,5 @@
-"""Where a session goes first. A policy only looks; whoever asks reserves."""
+"""Where a session goes first. A policy only looks; whoever asks reserves. What it remembers is its own: a copy of it
+answers as it would, and takes no turn from it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 
+from app.errors import TurnError
 from app.workers import Target
 
 Policy = Callable[[Sequence[Target]], Target]
@@ -15,22 +17,46 @@ Policy = Callable[[Sequence[Target]], Target]
 def least_loaded() -> Policy:
     """The target with the fewest turns in flight and claims being made; equals take turns, so that sessions arriving
     one at a time spread as well."""
-    turn = itertools.count()
-
-    def pick(candidates: Sequence[Target]) -> Target:
-        start = next(turn) % len(candidates)
-        return min(itertools.chain(candidates[start:], candidates[:start]), key=lambda target: target.load)
-
-    return pick
+    return _LeastLoaded()
 
 
 def round_robin() -> Policy:
     """One after the other."""
-    turn = itertools.count()
-    return lambda candidates: candidates[next(turn) % len(candidates)]
+    return _RoundRobin()
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {"least-loaded": least_loaded, "round-robin": round_robin}
+def direct() -> Policy:
+    """Nowhere but where the client or a claim says: something in front of the router places."""
+    return _Direct()
+
+
+class _LeastLoaded:
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, candidates: Sequence[Target]) -> Target:
+        start = self._turn % len(candidates)
+        self._turn += 1
+        return min(itertools.chain(candidates[start:], candidates[:start]), key=lambda target: target.load)
+
+
+class _RoundRobin:
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def __call__(self, candidates: Sequence[Target]) -> Target:
+        self._turn += 1
+        return candidates[(self._turn - 1) % len(candidates)]
+
+
+class _Direct:
+    def __call__(self, candidates: Sequence[Target]) -> Target:
+        raise TurnError("hint_required", f"this router places nothing by itself; name a worker in {WORKER_HINT}")
+
+
+WORKER_HINT = "X-Dynamo-Worker-Instance-ID"
+
+POLICIES: dict[str, Callable[[], Policy]] = {"least-loaded": least_loaded, "round-robin": round_robin, "direct": direct}
 
 
 def rendezvous(key: str, candidates: Sequence[Target]) -> Target:

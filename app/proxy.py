@@ -11,6 +11,8 @@ turn's own code is cancelled, so that slots, connections and claims are released
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import copy
 import itertools
 import logging
 import os
@@ -20,19 +22,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from app import sse
-from app.affinity import Affinity, Entry
+from app.affinity import Affinity, Entry, Placement
 from app.errors import ClientDisconnected, TurnError, error_body, error_response
-from app.headers import Header, Noted, header, response_headers, sort_request
-from app.identity import HEADERS as IDENTITY_HEADERS
-from app.identity import Identity, KeyHasher, identify
+from app.headers import NOT_TO_WORKER, Header, Noted, header, response_headers, sort_request
+from app.identity import HINTS, Identifier, Identity, KeyHasher, read_hints
 from app.metrics import AFFINITY_OUTCOMES, Metrics
-from app.policies import Policy
+from app.policies import WORKER_HINT, Policy, least_loaded
+from app.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Admins, Tenants
 from app.upstream import (
     AttemptFailed,
     AttemptTimeout,
     BadResponse,
     ConnectFailed,
     ConnectionBroken,
+    ConnectRefused,
     LocalLimit,
     StaleConnection,
     WorkerConnection,
@@ -51,8 +54,10 @@ Receive = Callable[[], Coroutine[Any, Any, Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
 T = TypeVar("T")
 
-_TENANT = b""
-_WANTED = IDENTITY_HEADERS | {b"content-length", b"content-type", b"content-encoding", b"x-request-id"}
+DRY_RUN = b"x-coatcheck-dry-run"
+"""Asks where a turn would go, without sending it there."""
+_RARE = HINTS | {DRY_RUN}
+_WANTED = _RARE | {b"content-length", b"content-type", b"content-encoding", b"x-request-id"}
 _EMPTY_BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
@@ -68,15 +73,58 @@ class Limits(msgspec.Struct, frozen=True):
     total: float = 0.0
 
 
+class Rules(msgspec.Struct, frozen=True):
+    """What the operator decided about sessions."""
+
+    soft_overload: int = 0
+    """Turns in flight at a target from which on a session may pass it over for one turn; 0: never."""
+    reject_conflicts: bool = False
+    """A hint that a claim contradicts is refused; else the claim overrides it."""
+    hints_only: bool = False
+    """Nothing is placed without a hint (the policy `direct`)."""
+    worker_key: bytes = b""
+    """Sent to the workers in place of the client's key; empty: the client's is passed on."""
+    rank_header: bytes = b"x-data-parallel-rank"
+    """Tells a worker the rank. Lower-case; the default is vLLM's."""
+
+
+class _Hints(msgspec.Struct):
+    """Dynamo's extension of the request (`nvext`), as far as it places."""
+
+    backend_instance_id: str | int | None = None
+    decode_worker_id: str | int | None = None
+    prefill_worker_id: str | int | None = None
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+
+
 class _Fields(msgspec.Struct):
     """What routing needs of a request body; everything else is skipped, and the bytes travel as they came."""
 
     model: str | None = None
     stream: bool | None = None
+    nvext: _Hints | None = None
+
+    def ids(self) -> dict[str, Any]:
+        """The fields that a session's id may be in."""
+        return {}
 
 
-_decode_fields = msgspec.json.Decoder(_Fields).decode
+class _FieldsWithIds(_Fields):
+    """Also what some clients fill with a session's id. The types are the worker's to judge."""
+
+    prompt_cache_key: Any = None
+    user: Any = None
+    metadata: Any = None
+
+    def ids(self) -> dict[str, Any]:
+        return {"prompt_cache_key": self.prompt_cache_key, "user": self.user, "metadata": self.metadata}
+
+
+_encode_json = msgspec.json.Encoder().encode
 _NO_FIELDS = _Fields()
+_NO_HINTS = _Hints()
+_NO_IDENTITY = Identity()
 
 
 class Proxy:
@@ -91,7 +139,27 @@ class Proxy:
         hasher: KeyHasher,
         metrics: Metrics,
         limits: Limits,
+        identifier: Identifier | None = None,
+        tenants: Tenants | None = None,
+        admins: Admins | None = None,
+        rules: Rules | None = None,
     ) -> None:
+        """Left out: the default sources of ids, no API keys, admins from this machine, hard affinity."""
+        self.admins = admins or Admins("")
+        self.identifier = identifier or Identifier()
+        self.tenants = tenants or Tenants({})
+        self.rules = rules or Rules()
+        self.decode_fields = msgspec.json.Decoder(_FieldsWithIds if self.identifier.reads_body else _Fields).decode
+        self.authenticates = len(self.tenants) > 0
+        self.wanted = _WANTED | self.identifier.wanted | (CREDENTIALS if self.authenticates else frozenset())
+        self.kept_back = NOT_TO_WORKER | {DRY_RUN, ADMIN_TOKEN}
+        self.key_line = b""
+        if self.rules.worker_key:
+            self.kept_back |= CREDENTIALS
+            self.key_line = b"authorization: Bearer %b\r\n" % self.rules.worker_key
+        if any(target.rank is not None for worker in fleet for target in worker.targets):
+            self.kept_back |= {self.rules.rank_header}  # ours to say
+        self.among_hinted = least_loaded()
         self.fleet, self.policy, self.affinity, self.hasher = fleet, policy, affinity, hasher
         self.metrics, self.limits = metrics, limits
         self.affinity_headers = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
@@ -132,6 +200,36 @@ class Proxy:
         self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop) if self._running else None
 
 
+class _Wish(msgspec.Struct, frozen=True):
+    """Where the client would like its turn: a worker, one of its ranks, or (without a worker) a rank of wherever its
+    session is."""
+
+    worker: str | None
+    rank: int | None
+    targets: tuple[Target, ...]
+
+    def __str__(self) -> str:
+        parts = [] if self.worker is None else [f"worker {self.worker}"]
+        return " ".join(parts if self.rank is None else [*parts, f"rank {self.rank}"])
+
+    def fits(self, target: Target) -> bool:
+        return target in self.targets if self.targets else target.rank == self.rank
+
+    def placed(self) -> tuple[Target, ...]:
+        """Raises TurnError when it says too little to place by."""
+        if not self.targets:
+            raise self.needs_worker()
+        return self.targets
+
+    def conflict(self) -> TurnError:
+        return TurnError("hint_conflict", f"the session is bound elsewhere than {self} asks", param=WORKER_HINT)
+
+    def needs_worker(self) -> TurnError:
+        return TurnError(
+            "invalid_hint", f"a rank without a claim needs {WORKER_HINT} beside it", param="X-Dynamo-DP-Rank"
+        )
+
+
 class Turn:
     """One request. The sink of its worker's connection."""
 
@@ -141,11 +239,14 @@ class Turn:
     _body = b""
     _framed = False
     _fields = _NO_FIELDS
-    _final = False
+    _tenant = NOBODY
+    _identity = _NO_IDENTITY
+    _dry_run = False
+    _wish: _Wish | None = None
     _entry: Entry | None = None
     _target: Target | None = None
     _how = "none"
-    _slot: Worker | None = None
+    _slot: Target | None = None
     _connection: WorkerConnection | None = None
     _client: _Driven | None = None
     _gone = False
@@ -173,17 +274,23 @@ class Turn:
 
     async def run(self) -> None:
         try:
-            identity = await self._read()
+            await self._read()
             self._watch_client()
-            await self._bind(identity)
+            if self._dry_run:
+                await self._explain()
+                return
+            await self._bind()
             await self._attempt()
             await self._relay()
         except TurnError as error:
             await self._refuse(error)
         except ClientDisconnected:
             self._outcome = "aborted"
-            if self._final and self._entry is not None:
-                self._entry.closing = True
+            if self._ends_session:
+                if self._entry is not None:
+                    self._entry.closing = True  # closed when this turn is released
+                else:
+                    await self._end_session()
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
             log.exception("turn %s failed", self._request_id.decode("latin-1"))
@@ -193,11 +300,20 @@ class Turn:
         finally:
             self._account()
 
-    async def _read(self) -> Identity:
-        """The request body (whole, capped), the fields that routing needs, and the session's identity."""
-        self._lines, noted = sort_request(self._scope["headers"], _WANTED)
-        self._request_id = _given_request_id(noted) or self._proxy.next_request_id()
-        cap = self._proxy.limits.body_bytes
+    async def _read(self) -> None:
+        """Who asks, the session's identity, the request body (whole, capped), and the fields that routing needs."""
+        proxy = self._proxy
+        self._lines, noted = sort_request(self._scope["headers"], proxy.wanted, proxy.kept_back)
+        self._request_id = _given_request_id(noted) or proxy.next_request_id()
+        if proxy.authenticates:
+            self._tenant = proxy.tenants.authenticate(noted)
+        rare = not _RARE.isdisjoint(noted)
+        if rare and DRY_RUN in noted:
+            self._dry_run = noted[DRY_RUN][0].strip().lower() in (b"1", b"true", b"yes", b"on")
+        identity = self._identity = proxy.identifier.identify(noted)
+        if identity.final_unclear:
+            proxy.metrics.final_unclear.inc()
+        cap = proxy.limits.body_bytes
         declared = noted.get(b"content-length")
         if declared is not None:
             self._framed = True
@@ -220,38 +336,55 @@ class Turn:
             if len(body) > cap:
                 raise _too_large(cap)
             self._body = body
-            self._fields = _routing_fields(body, noted)
-        return identify(noted)
+            self._fields = _routing_fields(body, noted, proxy.decode_fields)
+            if identity.session is None and proxy.identifier.reads_body:
+                self._identity = proxy.identifier.identify(noted, self._fields.ids())
+        if rare or self._fields.nvext is not None:
+            self._wish = self._wished(noted)
 
-    async def _bind(self, identity: Identity) -> None:
-        """Decide the target: the session's claim, else a valid hint, else the policy's choice."""
-        proxy = self._proxy
-        hint = self._hinted(identity) if identity.hinted else None
+    async def _bind(self) -> None:
+        """Decide the target: the session's claim, else the client's wish, else the policy's choice."""
+        proxy, identity, wish = self._proxy, self._identity, self._wish
         if identity.session is None:
-            self._target = hint or self._place(frozenset())
+            if wish is None:
+                self._target = self._place(frozenset())
+            else:
+                self._target = proxy.among_hinted(wish.placed())
         else:
-            key = proxy.hasher.key(_TENANT, identity.session)
-            self._final = identity.final
-            entry = self._proxy.affinity.bind_cached(key)
+            key = proxy.hasher.key(self._tenant, *identity.session)
+            entry = proxy.affinity.bind_cached(key)
             if entry is not None:
                 self._bound((entry, "cached" if entry.claim is not None else "degraded"))
             else:
-                await self._claimed(self._proxy.affinity.bind(key, hint), self._unbind)
-            if hint is not None and hint is not self._target:
+                await self._claimed(proxy.affinity.bind(key, self._placement()), self._unbind)
+            assert self._target is not None
+            if wish is not None and not wish.fits(self._target):
+                if proxy.rules.reject_conflicts:
+                    raise wish.conflict()
                 proxy.metrics.hints_overridden.inc()
+            if 0 < proxy.rules.soft_overload <= self._target.in_flight:
+                self._pass_over()
         proxy.metrics.affinity.cells[self._how,] += 1
 
     async def _attempt(self) -> None:
-        """Send the request to the target until a response head is there. What surely did not run is tried again: on a
-        fresh connection when a reused one was already closed, at another worker when this one cannot be reached."""
+        """Send the request to the target until a response head is there. This is the law of trying again:
+
+        - a reused connection was closed before any byte of an answer: it was closed already when we wrote into it, so
+          the request surely did not run; once more at the same worker, on a fresh connection;
+        - no connection can be made: surely nothing ran; the worker is lost, and the turn goes on at another one;
+        - a fresh connection broke before any byte of an answer, and the worker, asked at once, refuses a new one: its
+          process is gone, and what it had begun is gone with it; the worker is lost, and the turn goes on at another
+          one. Once: a request of which two workers have died is not taken to a third.
+
+        Nothing else is tried again: the worker may be at work on it."""
         proxy, scope = self._proxy, self._scope
         lost: frozenset[str] = frozenset()
-        fresh = False
+        fresh = died = False
         while True:
             target = self._target
             assert target is not None
             worker = target.worker
-            self._take_slot(worker)
+            self._take_slot(target)
             connection = None if fresh else worker.pool.take()
             if connection is None:
                 try:
@@ -262,6 +395,7 @@ class Turn:
                     proxy.metrics.connects.inc(worker.name, "failed")
                     worker.unreachable()
                     lost |= {worker.name}
+                    proxy.metrics.retries.inc("worker_unreachable")
                     await self._move(lost, error)
                     fresh = False
                     continue
@@ -280,6 +414,20 @@ class Turn:
                 continue
             except AttemptFailed as error:
                 self._check_client()
+                if (
+                    not died
+                    and isinstance(error, ConnectionBroken)
+                    and not connection.first_byte
+                    and await self._is_gone(worker)
+                ):
+                    connection.release()
+                    self._connection = None
+                    lost |= {worker.name}
+                    died = True
+                    proxy.metrics.retries.inc("worker_died")
+                    await self._move(lost, error)
+                    fresh = False
+                    continue
                 raise _before_head(error) from error
             return
 
@@ -292,7 +440,7 @@ class Turn:
             raise TurnError("worker_bad_response", f"the worker answered with status {status}")
         if status >= 400:
             self._outcome = "worker_error" if status >= 500 else "client_error"
-        if entry is not None and self._final and status < 500 and status not in _KEPT_STATUSES:
+        if entry is not None and self._identity.final and _ends(status):
             entry.closing = True
         headers = response_headers(connection.headers, status)
         headers += self._own_headers()
@@ -317,11 +465,62 @@ class Turn:
         status, headers, body = error_response(error)
         if self._outcome != "failed":
             self._outcome = "rejected" if status < 500 else "unplaced" if self._connection is None else "worker_error"
-        if self._entry is not None and self._final and status < 500:
-            self._entry.closing = True
-            await self._close_session()
+        if self._ends_session and _ends(status):
+            await self._end_session()
         headers += self._own_headers()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        if self._client is not None:
+            self._client.close()
+        await self._send({"type": "http.response.body", "body": body})
+
+    @property
+    def _ends_session(self) -> bool:
+        identity = self._identity
+        return identity.final and identity.session is not None and not self._dry_run
+
+    async def _end_session(self) -> None:
+        """A final turn that we refuse for good, or whose client has left, ends its session all the same: the client
+        will not send it again."""
+        if self._entry is not None:
+            self._entry.closing = True
+            await self._close_session()
+        elif self._identity.session is not None:
+            with contextlib.suppress(TurnError):  # the store is away; the claim ends by its TTL
+                await self._proxy.affinity.end(self._proxy.hasher.key(self._tenant, *self._identity.session))
+
+    async def _explain(self) -> None:
+        """Answer where the turn would go, and why, without anything done."""
+        proxy, identity, wish = self._proxy, self._identity, self._wish
+        view, key = None, None
+        if identity.session is not None:
+            key = proxy.hasher.key(self._tenant, *identity.session)
+            view = await self._unless_gone(proxy.affinity.look_up(key), lambda _: None)
+        target: Target
+        if view is not None and view.target is not None:
+            target, why = view.target, view.source
+            how = why if why == "degraded" else "stored" if why == "store" else "cached"
+            if wish is not None and not wish.fits(target) and proxy.rules.reject_conflicts:
+                raise wish.conflict()
+            if 0 < proxy.rules.soft_overload <= target.in_flight and (free := self._not_overloaded(target)):
+                target, why, how = copy.copy(proxy.among_hinted)(free), "overload", "bypassed"
+        else:
+            target, why = await self._unless_gone(proxy.affinity.choose(self._placement()), lambda _: None)
+            how = "none" if key is None else "created" if view is None or view.claim is None else "rebound"
+        body = _encode_json(
+            {
+                "object": "coatcheck.dry_run",
+                "session": key,
+                "worker": target.worker.name,
+                "rank": target.rank,
+                "affinity": how,
+                "because": why,
+                "revision": view.claim.revision if view is not None and view.claim is not None else None,
+            }
+        )
+        self._outcome = "explained"
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers.append((b"x-request-id", self._request_id))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         if self._client is not None:
             self._client.close()
         await self._send({"type": "http.response.body", "body": body})
@@ -361,29 +560,86 @@ class Turn:
 
     # -- steps of binding and attempting
 
-    def _hinted(self, identity: Identity) -> Target:
-        worker, rank = identity.worker_hint, identity.rank_hint
-        if worker is None:
-            name = "X-Dynamo-DP-Rank"
-            raise TurnError("invalid_hint", f"{name} needs X-Dynamo-Worker-Instance-ID beside it", param=name)
-        target = self._proxy.fleet.find(worker, rank)
-        if target is None:
-            name = "X-Dynamo-Worker-Instance-ID"
-            raise TurnError("unknown_worker", f"{name} names no worker of this router", param=name)
-        return target
+    def _wished(self, noted: Noted) -> _Wish | None:
+        """What the client's hints ask for; headers before the body's `nvext`, as Dynamo has it."""
+        said, hints = read_hints(noted), self._fields.nvext or _NO_HINTS
+        if said.prefill or hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None:
+            self._proxy.metrics.hints_ignored.inc("prefill")
+        name = said.worker
+        if name is None:
+            given = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id
+            name = None if given is None else str(given)
+        rank = said.rank if said.rank is not None else hints.dp_rank
+        if name is None:
+            return None if rank is None else _Wish(None, rank, ())
+        worker = self._proxy.fleet.worker(name)
+        targets = () if worker is None else tuple(t for t in worker.targets if rank is None or t.rank == rank)
+        if not targets:
+            raise self._unknown(name, rank if worker is not None else None)
+        return _Wish(name, rank, targets)
 
-    async def _move(self, lost: frozenset[str], error: ConnectFailed) -> None:
-        """Find another target after every worker in `lost` could not be reached."""
-        proxy = self._proxy
-        proxy.metrics.retries.inc("worker_unreachable")
+    def _unknown(self, name: str, rank: int | None) -> TurnError:
+        message = f"{WORKER_HINT} names no worker of this router"
+        if rank is not None:
+            message = f"the worker {name} has no rank {rank}"
+        client = self._scope.get("client")
+        if self._proxy.admins.allows(client[0] if client else None, self._scope["headers"]):
+            message += f"; it has {', '.join(worker.name for worker in self._proxy.fleet)}"
+        return TurnError("unknown_worker", message, param=WORKER_HINT)
+
+    def _placement(self) -> Placement:
+        """How a session without a claim is to be placed."""
+        proxy, identity, wish = self._proxy, self._identity, self._wish
+        if wish is not None and wish.targets:
+            return Placement(candidates=wish.targets)
+        refusal = None
+        if wish is not None:
+            refusal = wish.needs_worker()
+        elif proxy.rules.hints_only:
+            refusal = TurnError("hint_required", f"this router places nothing by itself; send {WORKER_HINT}")
+        parent = None
+        if identity.parent is not None and identity.session is not None:
+            parent = proxy.hasher.key(self._tenant, *identity.parent)
+        return Placement(parent=parent, refusal=refusal)
+
+    def _pass_over(self) -> None:
+        """Soft affinity: take this one turn to a target that is not overloaded, if there is one. The claim stays."""
+        assert self._target is not None
+        if free := self._not_overloaded(self._target):
+            self._target = self._proxy.among_hinted(free)
+            self._how = "bypassed"
+
+    def _not_overloaded(self, bound: Target) -> list[Target]:
+        limit = self._proxy.rules.soft_overload
+        return [t for t in self._proxy.fleet.candidates() if t is not bound and t.in_flight < limit]
+
+    async def _is_gone(self, worker: Worker) -> bool:
+        """Whether nobody listens at the worker's address, now."""
         try:
-            if self._entry is None:
+            connection = await self._unless_gone(worker.pool.connect(), _discard)
+        except ConnectRefused:
+            self._proxy.metrics.connects.inc(worker.name, "failed")
+            worker.unreachable()
+            return True
+        except AttemptFailed:
+            return False  # a path that is cut says nothing of the worker behind it
+        connection.close()
+        return False
+
+    async def _move(self, lost: frozenset[str], error: AttemptFailed) -> None:
+        """Find another target after every worker in `lost` could not be reached."""
+        entry = self._entry
+        try:
+            if entry is None:
                 self._target = self._place(lost)
                 return
-            await self._claimed(self._proxy.affinity.rebind(self._entry, lost), self._bound)
+            if entry.target.worker.name not in lost:  # it was passed over for the one that is lost
+                self._target, self._how = entry.target, "cached"
+            else:
+                await self._claimed(self._proxy.affinity.rebind(entry, lost, self._placement()), self._bound)
         except TurnError as none_left:
             raise TurnError("worker_unreachable", f"no worker can be reached ({error})") from none_left
-        proxy.metrics.affinity.cells[self._how,] += 1
+        self._proxy.metrics.affinity.cells[self._how,] += 1
 
     def _place(self, lost: frozenset[str]) -> Target:
         candidates = self._proxy.fleet.candidates(lost)
@@ -400,7 +656,7 @@ class Turn:
     ) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody
         waited for would be closed by nobody."""
-        if self._final:
+        if self._identity.final:
             self._bound(await work)
             self._check_client()
         else:
@@ -409,12 +665,12 @@ class Turn:
     def _unbind(self, bound: tuple[Entry, str]) -> None:
         self._proxy.affinity.release(bound[0])
 
-    def _take_slot(self, worker: Worker) -> None:
-        if self._slot is not worker:
+    def _take_slot(self, target: Target) -> None:
+        if self._slot is not target:
             if self._slot is not None:
                 self._slot.in_flight -= 1
-            worker.in_flight += 1
-            self._slot = worker
+            target.in_flight += 1
+            self._slot = target
 
     def _head(self, worker: Worker, rank: int | None) -> bytes:
         scope = self._scope
@@ -427,12 +683,13 @@ class Turn:
             b"?" if query else b"",
             query,
             worker.host_line,
+            self._proxy.key_line,
             self._lines,
             b"x-request-id: ",
             self._request_id,
         ]
         if rank is not None:
-            parts.append(b"\r\nx-data-parallel-rank: %d" % rank)
+            parts.append(b"\r\n%b: %d" % (self._proxy.rules.rank_header, rank))
         if self._body or self._framed or scope["method"] in _EMPTY_BODY_METHODS:
             parts.append(b"\r\ncontent-length: %d" % len(self._body))
         parts.append(b"\r\n\r\n")
@@ -664,11 +921,16 @@ class _Driven:
             self._wait(waits_for)
 
 
-def _routing_fields(body: bytes, noted: Noted) -> _Fields:
+def _ends(status: int) -> bool:
+    """Whether a final turn that is answered so ends its session."""
+    return status < 500 and status not in _KEPT_STATUSES
+
+
+def _routing_fields(body: bytes, noted: Noted, decode: Callable[[bytes], _Fields]) -> _Fields:
     """Raises TurnError `invalid_json` or `invalid_request`, for bodies that say they are JSON; others are the worker's
     business."""
     try:
-        return _decode_fields(body)
+        return decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         kind = noted.get(b"content-type", (b"",))[0]
         if b"json" not in kind.lower() or b"content-encoding" in noted:

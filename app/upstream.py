@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import ssl
 from collections import deque
 from typing import Any, Protocol, cast
@@ -32,6 +33,10 @@ class AttemptFailed(Exception):
 
 class ConnectFailed(AttemptFailed):
     """No connection: refused, unreachable, unresolvable, TLS refused, or not within the limit. Surely nothing ran."""
+
+
+class ConnectRefused(ConnectFailed):
+    """The host answered that nobody listens there: the worker's process is gone."""
 
 
 class LocalLimit(AttemptFailed):
@@ -399,7 +404,8 @@ class Pool:
         except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors
             if error.errno in _OUR_FAULT:
                 raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error
-            raise ConnectFailed(error.strerror or str(error) or type(error).__name__) from error
+            kind = ConnectRefused if _refused(error) else ConnectFailed
+            raise kind(error.strerror or str(error) or type(error).__name__) from error
         # Counted only now: uvloop never says connection_lost to one whose making was cancelled after connection_made.
         if connection._connected:
             self._all.add(connection)
@@ -438,3 +444,11 @@ class Pool:
             self._reaper = None
         while self._idle:
             self._idle.pop().close()
+
+
+def _refused(error: OSError) -> bool:
+    """Where a name has several addresses, the loop tells of all in one text, without a number."""
+    if error.errno is not None:
+        return error.errno == errno.ECONNREFUSED
+    numbers = re.findall(r"\[Errno (\d+)\]", str(error))
+    return bool(numbers) and set(numbers) == {str(int(errno.ECONNREFUSED))}

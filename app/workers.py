@@ -20,12 +20,15 @@ class WorkerError(ValueError):
 
 
 class Worker:
-    """One inference server. `in_flight` counts attempts that hold a slot, `reserved` claims being made for it."""
+    """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_avoid_until", "_clock", "_unreachable", "base_path", "host_line", "in_flight", "known", "name",
-                 "pool", "reserved", "targets", "url")  # fmt: skip
+    __slots__ = ("_avoid_until", "_clock", "_unreachable", "base_path", "host_line", "known", "name", "pool", "targets",
+                 "url")  # fmt: skip
 
-    def __init__(self, name: str, url: str, pool: Pool, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, name: str, url: str, pool: Pool, *, ranks: int = 0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it."""
         parts = urlsplit(url)
         self.name = name
         self.url = url
@@ -33,9 +36,7 @@ class Worker:
         """Ends the request line of what is sent to it."""
         self.base_path = parts.path.rstrip("/").encode()
         self.pool = pool
-        self.targets = (Target(self, None),)
-        self.in_flight = 0
-        self.reserved = 0
+        self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
         self.known = True
         """False once the worker has left the fleet; its running turns go on."""
         self._clock = clock
@@ -48,8 +49,12 @@ class Worker:
         return self.known and self._clock() >= self._avoid_until
 
     @property
-    def load(self) -> int:
-        return self.in_flight + self.reserved
+    def in_flight(self) -> int:
+        return sum(target.in_flight for target in self.targets)
+
+    @property
+    def reserved(self) -> int:
+        return sum(target.reserved for target in self.targets)
 
     def unreachable(self) -> None:
         """A connection could not be made."""
@@ -67,13 +72,18 @@ class Worker:
 
 
 class Target:
-    """A worker and, where it has data-parallel ranks, one of them."""
+    """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
-    __slots__ = ("headers", "rank", "worker")
+    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it.
+    """
+
+    __slots__ = ("headers", "in_flight", "rank", "reserved", "worker")
 
     def __init__(self, worker: Worker, rank: int | None) -> None:
         self.worker = worker
         self.rank = rank
+        self.in_flight = 0
+        self.reserved = 0
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
         """Says to the client where its turn went."""
         if rank is not None:
@@ -81,7 +91,7 @@ class Target:
 
     @property
     def load(self) -> int:
-        return self.worker.load
+        return self.in_flight + self.reserved
 
 
 class Fleet:
@@ -104,6 +114,9 @@ class Fleet:
 
     def __len__(self) -> int:
         return len(self._workers)
+
+    def worker(self, name: str) -> Worker | None:
+        return self._workers.get(name)
 
     def find(self, name: str, rank: int | None) -> Target | None:
         """The target that a claim names, or None when it is not in this fleet."""
@@ -160,6 +173,7 @@ def make_worker(
     url: str,
     *,
     name: str | None = None,
+    ranks: int = 0,
     tls: ssl.SSLContext | None = None,
     connect_limit: float,
     idle_limit: float,
@@ -177,4 +191,4 @@ def make_worker(
         connect_limit=connect_limit,
         idle_limit=idle_limit,
     )
-    return Worker(name or worker_name(url), url, pool, clock=clock)
+    return Worker(name or worker_name(url), url, pool, ranks=ranks, clock=clock)

@@ -92,6 +92,8 @@ class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False,
     """How often the session has been rebound."""
     nonce: str = msgspec.field(default_factory=lambda: secrets.token_hex(12))
     """Recognises our own write after an ambiguous timeout."""
+    created_at: int = 0
+    """Unix seconds by the creator's clock, for people; nothing is decided by it. 0: not said."""
     version: int = 1
 
     def __post_init__(self) -> None:

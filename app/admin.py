@@ -1,0 +1,128 @@
+"""The admin API: look sessions and workers up, and close sessions. For this machine, or whoever has the admin token.
+
+Looking up never creates or renews a claim. Lists name sessions by their hash only; whoever knows an id can ask for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
+
+from app.affinity import Affinity, View
+from app.errors import TurnError
+from app.identity import MAX_ID_BYTES, KeyHasher
+from app.tenants import Admins
+from app.workers import Fleet
+
+_KEY_LENGTH = 40
+
+Session = Annotated[str, Query(description="The session's id, or its hash with `hashed`.")]
+Agent = Annotated[str, Query(description="A child agent's id within the session.")]
+Tenant = Annotated[str, Query(description="The tenant; empty on a router without API keys.")]
+Hashed = Annotated[bool, Query(description="`session` is the hash that lists show.")]
+
+
+def add_admin(
+    app: FastAPI,
+    *,
+    fleet: Fleet,
+    affinity: Callable[[], Affinity],
+    hasher: KeyHasher,
+    admins: Admins,
+    replica: str,
+) -> None:
+    """Register `/admin/...` on `app`. `affinity` is asked for when a request comes: it exists from the start-up on."""
+
+    def only_admins(request: Request) -> None:
+        host = request.client.host if request.client is not None else None
+        if not admins.allows(host, request.headers.raw):
+            raise TurnError("forbidden", "the admin API is for this machine, or needs the admin token")
+
+    routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)])
+
+    def key_of(session: str, agent: str, tenant: str, hashed: bool) -> str:
+        if hashed:
+            if len(session) != _KEY_LENGTH or set(session) - set("0123456789abcdef"):
+                raise TurnError("invalid_session_id", f"a session's hash is {_KEY_LENGTH} hex digits", param="session")
+            return session
+        parts = [part.encode() for part in (session.strip(), agent.strip()) if part.strip()]
+        if not parts or any(len(part) > MAX_ID_BYTES for part in parts):
+            raise TurnError("invalid_session_id", f"a session id has 1 to {MAX_ID_BYTES} bytes", param="session")
+        return hasher.key(tenant.encode(), *parts)
+
+    @routes.get("/session", summary="One session, by its id")
+    async def show(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, Any]:
+        view = await affinity().look_up(key_of(session, agent, tenant, hashed))
+        if view.source == "none":
+            raise TurnError("not_found", "no such session is bound", param="session")
+        return _spoken(view, replica)
+
+    @routes.delete("/session", summary="Close one session, by its id")
+    async def close(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, str]:
+        key = key_of(session, agent, tenant, hashed)
+        return {"session": key, "outcome": await affinity().end(key)}
+
+    @routes.get("/sessions", summary="The sessions that this replica holds")
+    async def sessions(
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        after: Annotated[str, Query(description="The last hash of the page before.")] = "",
+        worker: Annotated[str, Query(description="Only those at this worker.")] = "",
+    ) -> dict[str, Any]:
+        """In the order of their hashes. Another replica may hold others; all of them stand in the claim store."""
+        page = affinity().page(after, limit + 1, worker)
+        counts = affinity().census()
+        return {
+            "replica": replica,
+            "sessions": [_spoken(view, replica) for view in page[:limit]],
+            "next": page[limit - 1].key if len(page) > limit else None,
+            "total": counts.total(),
+            "by_worker": {entry.name: counts[entry.name] for entry in fleet},
+        }
+
+    @routes.get("/workers", summary="The workers that this replica uses")
+    async def workers() -> dict[str, Any]:
+        counts = affinity().census()
+        return {
+            "replica": replica,
+            "workers": [
+                {
+                    "name": worker.name,
+                    "url": worker.url,
+                    "available": worker.available,
+                    "in_flight": worker.in_flight,
+                    "ranks": [
+                        {"rank": target.rank, "in_flight": target.in_flight}
+                        for target in worker.targets
+                        if target.rank is not None
+                    ],
+                    "sessions": counts[worker.name],
+                    "connections": worker.pool.open,
+                }
+                for worker in fleet
+            ],
+        }
+
+    app.include_router(routes)
+
+
+def _spoken(view: View, replica: str) -> dict[str, Any]:
+    claim, target = view.claim, view.target
+    now = time.monotonic()
+    created_at = claim.value.created_at if claim is not None else 0
+    return {
+        "session": view.key,
+        "worker": claim.value.worker if claim is not None else target.worker.name if target is not None else None,
+        "rank": claim.value.rank if claim is not None else target.rank if target is not None else None,
+        "known_worker": target is not None,
+        "revision": claim.revision if claim is not None else None,
+        "generation": claim.value.generation if claim is not None else None,
+        "created_by": claim.value.replica if claim is not None else None,
+        "age_seconds": max(0, int(time.time()) - created_at) if created_at else None,
+        "expires_in_seconds": round(claim.expires_at - now, 1) if claim is not None and claim.expires_at else None,
+        "active_here": view.active,
+        "source": view.source,
+        "asked": replica,
+    }

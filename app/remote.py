@@ -1,0 +1,218 @@
+"""`coatcheck sessions` and `coatcheck workers`: the admin API of a running router, from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from app.config import CONFIG_VARIABLE, SettingsError, read_settings, variable_name
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT = 10.0
+"""Seconds that the router has to answer."""
+_PAGE = 1000
+"""The most sessions that one answer lists."""
+_WRONG_USE = frozenset({400, 422})
+
+
+class Trouble(Exception):
+    """What one line on stderr says; `code`: the exit code."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def add_sessions_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
+    parser.add_argument(
+        "action",
+        choices=("list", "show", "close"),
+        metavar="ACTION",
+        help="list: what the replica holds, by hash; show: one session; close: one session, wherever it is held",
+    )
+    parser.add_argument("id", nargs="?", metavar="ID", help="the session's id, as its client sends it")
+    parser.add_argument("--agent", default="", metavar="ID", help="of a child agent within the session (Claude Code)")
+    parser.add_argument("--tenant", default="", metavar="NAME", help="whose session it is, where there are API keys")
+    parser.add_argument("--hash", action="store_true", help="ID is the hash that lists show")
+    parser.add_argument("--worker", default="", metavar="NAME", help="list only sessions at this worker")
+    parser.add_argument("--limit", type=_positive, default=50, metavar="N", help="list so many. Default: 50")
+    parser.add_argument("--all", action="store_true", help="list all")
+    _add_common(parser)
+
+
+def add_workers_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default=DEFAULT_URL, help=f"the replica to ask. Default: {DEFAULT_URL}")
+    parser.add_argument(
+        "--token",
+        metavar="TOKEN",
+        help=f"the router's admin token. Default: its own setting [{variable_name('admin_token')}]",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help=f"the router's file, for its admin token [{CONFIG_VARIABLE}]"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run_sessions(args: argparse.Namespace) -> int:
+    if (args.action == "list") == (args.id is not None):
+        return _told(Trouble(f"sessions {args.action} takes {'no' if args.id is not None else 'an'} ID", 2))
+    return _run(args, {"list": _list, "show": _show, "close": _close}[args.action])
+
+
+def run_workers(args: argparse.Namespace) -> int:
+    return _run(args, _workers)
+
+
+Ask = Callable[..., dict[str, Any]]
+"""`ask(method, path, **query)` answers the JSON or raises Trouble."""
+
+
+def _run(args: argparse.Namespace, command: Callable[[argparse.Namespace, Ask], None]) -> int:
+    try:
+        token = _token(args)
+        with httpx.Client(
+            base_url=args.url.rstrip("/"),
+            trust_env=False,
+            timeout=_TIMEOUT,
+            headers={"authorization": f"Bearer {token}"} if token else {},
+        ) as client:
+            command(args, lambda method, path, **query: _ask(client, method, path, query))
+    except Trouble as trouble:
+        return _told(trouble)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
+        return _told(Trouble(f"--url {args.url} is not the URL of a router; write one like {DEFAULT_URL}", 2))
+    except BrokenPipeError:  # of `| head`
+        sys.stderr.close()
+    return 0
+
+
+def _token(args: argparse.Namespace) -> str:
+    if args.token is not None:
+        return str(args.token)
+    try:
+        return read_settings({}, args.config).settings.admin_token.get_secret_value()
+    except SettingsError as error:
+        raise Trouble("; ".join(error.problems), 2) from None
+
+
+def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        answer = client.request(method, path, params={name: value for name, value in query.items() if value})
+    except httpx.UnsupportedProtocol:
+        raise
+    except httpx.HTTPError as error:
+        raise Trouble(f"the router at {client.base_url} cannot be reached ({error or type(error).__name__})") from None
+    try:
+        said = answer.json()
+        if answer.is_success:
+            return dict(said)
+        message = said["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        raise Trouble(f"{client.base_url} does not answer as a router (status {answer.status_code})") from None
+    raise Trouble(str(message), 2 if answer.status_code in _WRONG_USE else 1)
+
+
+def _session(args: argparse.Namespace) -> dict[str, Any]:
+    return {"session": args.id, "agent": args.agent, "tenant": args.tenant, "hashed": "true" if args.hash else ""}
+
+
+def _show(args: argparse.Namespace, ask: Ask) -> None:
+    session = ask("GET", "/admin/session", **_session(args))
+    if args.json:
+        _print_json(session)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in session.items():
+        table.add_row(name.replace("_", " "), _cell(value))
+    _console().print(table)
+
+
+def _close(args: argparse.Namespace, ask: Ask) -> None:
+    said = ask("DELETE", "/admin/session", **_session(args))
+    if args.json:
+        _print_json(said)
+    else:
+        print(f"{said['session']} {said['outcome']}")
+    if said["outcome"] == "gone":
+        raise Trouble("no such session is bound")
+
+
+def _list(args: argparse.Namespace, ask: Ask) -> None:
+    sessions: list[dict[str, Any]] = []
+    after = ""
+    while True:
+        wanted = _PAGE if args.all else min(_PAGE, args.limit - len(sessions))
+        page = ask("GET", "/admin/sessions", limit=wanted, after=after, worker=args.worker)
+        sessions += page["sessions"]
+        after = page["next"] or ""
+        if not after or (not args.all and len(sessions) >= args.limit):
+            break
+    if args.json:
+        _print_json({**page, "sessions": sessions})
+        return
+    columns = ("session", "worker", "rank", "active_here", "age_seconds", "expires_in_seconds", "generation", "source")
+    _print_table(columns, sessions)
+    counts = ", ".join(f"{name} {count}" for name, count in page["by_worker"].items())
+    more = "" if not after else "; there are more: --all"
+    print(f"{len(sessions)} of the {page['total']} sessions that {page['replica']} holds ({counts}){more}")
+
+
+def _workers(args: argparse.Namespace, ask: Ask) -> None:
+    said = ask("GET", "/admin/workers")
+    if args.json:
+        _print_json(said)
+        return
+    rows = [
+        {**worker, "ranks": " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None}
+        for worker in said["workers"]
+    ]
+    _print_table(("name", "url", "available", "in_flight", "ranks", "sessions", "connections"), rows)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column.replace("_", " "), no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row[column]) for column in columns))
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Whole lines where nobody looks at them, so that they can be searched."""
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value is None else str(value)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return number
+
+
+def _told(trouble: Trouble) -> int:
+    print(f"coatcheck: {trouble}", file=sys.stderr)
+    return trouble.code

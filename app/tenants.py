@@ -1,0 +1,126 @@
+"""Who may use the router, and as which tenant. A session's key includes its tenant, so that nobody can join, read or
+close another tenant's session.
+
+Keys are kept as SHA-256 hashes: they are long and random (`coatcheck key` makes them), so a slow hash would add cost
+and no safety. A file of them has one `TENANT sha256:HEX` a line; several keys may mean one tenant.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from app.errors import TurnError
+from app.headers import Header, Noted
+
+NOBODY = b""
+"""The one tenant of a router without keys."""
+
+CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
+"""Where a client says its key: as OpenAI's clients do (Bearer), or as Anthropic's."""
+
+_is_tenant = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
+_is_hash = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
+
+
+class Tenants:
+    """API keys and whose they are."""
+
+    def __init__(self, by_hash: dict[str, bytes]) -> None:
+        """`by_hash`: hex of a key's SHA-256 → tenant. Empty: everybody may, as one tenant."""
+        self._by_hash = by_hash
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def authenticate(self, noted: Noted) -> bytes:
+        """The tenant of a request. `noted` holds the values of CREDENTIALS. Raises TurnError `invalid_api_key`."""
+        if not self._by_hash:
+            return NOBODY
+        key = credential(noted)
+        if key is None:
+            raise _invalid("no API key was given; send it as Authorization: Bearer KEY")
+        presented = hashlib.sha256(key).hexdigest()
+        # The dictionary finds by the hash of a secret, whose timing tells nothing of the secret; the last word is
+        # constant-time all the same.
+        tenant = self._by_hash.get(presented)
+        stored = presented if tenant is not None else "0" * 64
+        if not hmac.compare_digest(presented, stored) or tenant is None:
+            raise _invalid("the API key is not valid here")
+        return tenant
+
+
+def _invalid(message: str) -> TurnError:
+    # RFC 9110 15.5.2: a 401 says how to authenticate.
+    return TurnError("invalid_api_key", message, headers=((b"www-authenticate", b"Bearer"),))
+
+
+def credential(noted: Noted) -> bytes | None:
+    """The key that a request carries, or None."""
+    for value in noted.get(b"authorization", ()):
+        scheme, _, key = value.strip().partition(b" ")
+        if scheme.lower() == b"bearer" and key.strip():
+            return key.strip()
+    for value in noted.get(b"x-api-key", ()):
+        if value.strip():
+            return value.strip()
+    return None
+
+
+def read_keys(path: Path) -> Tenants:
+    """Raises ValueError with line and remedy, OSError."""
+    by_hash: dict[str, bytes] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.partition("#")[0].split()
+        if not text:
+            continue
+        if len(text) != 2 or not _is_tenant(text[0]) or not _is_hash(text[1]):
+            raise ValueError(f"line {number} is not TENANT sha256:HEX; `coatcheck key TENANT` makes such lines")
+        if by_hash.setdefault(text[1].removeprefix("sha256:"), text[0].encode()) != text[0].encode():
+            raise ValueError(f"line {number} gives a key to {text[0]} that another tenant has; make a new one")
+    if not by_hash:
+        raise ValueError("it has no keys; `coatcheck key TENANT` makes a line of it")
+    return Tenants(by_hash)
+
+
+def new_key(tenant: str) -> tuple[str, str]:
+    """A fresh key and its line for the file. Raises ValueError."""
+    if not _is_tenant(tenant):
+        raise ValueError(f"{tenant!r} is no tenant name: 1 to 64 letters, digits, dots, dashes and underscores")
+    key = "ck-" + secrets.token_urlsafe(32)
+    return key, f"{tenant} sha256:{hashlib.sha256(key.encode()).hexdigest()}"
+
+
+ADMIN_TOKEN = b"x-coatcheck-admin-token"
+
+
+class Admins:
+    """Who may see and close any session."""
+
+    def __init__(self, token: str) -> None:
+        """`token`: what proves it. Empty: coming from this machine does, and not through a proxy on it."""
+        self._token = token.encode()
+
+    def allows(self, host: str | None, headers: Iterable[Header]) -> bool:
+        """`host`: the peer's address; `headers`: the request's, names lower-case."""
+        noted: Noted = {}
+        for name, value in headers:
+            noted.setdefault(name, []).append(value)
+        if self._token:
+            given = noted.get(ADMIN_TOKEN, [None])[0] or credential(noted)
+            return given is not None and hmac.compare_digest(given, self._token)
+        # A load balancer on this machine also comes from here, and speaks for anybody.
+        if b"x-forwarded-for" in noted or b"forwarded" in noted:
+            return False
+        try:
+            address = ipaddress.ip_address(host or "")
+        except ValueError:
+            return False
+        # An IPv4 peer of a socket that is bound to all addresses.
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return (mapped or address).is_loopback

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 _skipped: list[str] = []
+
+
+@pytest.fixture
+def quick_path() -> Iterator[Path]:
+    """A folder in memory where the machine has one: the tests need no disk, and CI's is slow to sync."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="coatcheck-", dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
+
+from tests.support.etcd import EtcdServer
+from tests.support.room import Rooms
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -22,7 +26,27 @@ async def no_silent_fault(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Non
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
     yield
-    assert not faults
+    assert not [fault for fault in faults if not _is_grpcs_own(fault)]
     loud = ("coatcheck.proxy", "coatcheck.server", "asyncio", "uvicorn")
     errors = [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith(loud)]
     assert not errors, [record.getMessage() for record in errors]
+
+
+def _is_grpcs_own(fault: dict[str, Any]) -> bool:
+    """gRPC has one wake-up socket for all loops of a process, and complains when another loop has emptied it."""
+    return isinstance(fault.get("exception"), BlockingIOError) and "PollerCompletionQueue" in fault["message"]
+
+
+@pytest.fixture(scope="session")
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "file", "etcd"])
+def rooms(request: pytest.FixtureRequest, quick_path: Path) -> Rooms:
+    """Claims of every kind."""
+    if request.param == "etcd":
+        server: EtcdServer = request.getfixturevalue("etcd")
+        return Rooms("etcd", quick_path, lambda name: server.url(f"semantics/{name}"))
+    return Rooms(request.param, quick_path, lambda name: f"file://{quick_path}/{name}")

@@ -255,7 +255,7 @@ async def test_bad_answer(response: bytes, answer: tuple[int, str, bytes | None]
         assert (param, retry_after) == (None, None)
         assert client.headers[b"x-coatcheck-worker"] == b"w0"
         assert b.outcomes() == {"worker_error": 1}
-        assert worker.connections == 1  # it may have run: not tried again
+        assert len(worker.requests) == 1  # it may have run: not tried again
         assert await b.claim() is not None
 
 

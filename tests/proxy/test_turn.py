@@ -409,7 +409,7 @@ async def test_fresh_connection_that_closes_is_not_tried_again() -> None:
     async with bench(worker) as b:
         await b.get()
         assert (await b.get()).status == 502
-        assert worker.connections == 2
+        assert len(worker.requests) == 3
 
 
 async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -> None:
@@ -989,12 +989,14 @@ async def test_no_answer_keeps_the_session(script: Callable[[Peer], Any]) -> Non
         assert await b.claim() is not None
 
 
-async def test_bad_request_keeps_the_session() -> None:
-    """It was never this session's turn: nothing was bound."""
+async def test_final_turn_that_is_refused_for_good_ends_its_session() -> None:
+    """The client will not send it again."""
     async with bench(answers(OK)) as b:
         await b.get(SESSION)
-        assert (await b.get(SESSION, FINAL, JSON, body=b"{")).status == 400
+        assert (await b.get(SESSION, JSON, body=b"{")).status == 400
         assert await b.claim() is not None
+        assert (await b.get(SESSION, FINAL, JSON, body=b"{")).status == 400
+        assert await b.claim() is None
 
 
 async def test_last_turn_out_closes_before_its_own_end() -> None:
@@ -1178,6 +1180,7 @@ async def test_what_the_affinity_header_says() -> None:
             ("stored",): 1,
             ("degraded",): 2,
             ("rebound",): 0,
+            ("bypassed",): 0,
         }
 
 

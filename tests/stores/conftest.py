@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,14 +84,6 @@ def etcd_servers() -> Iterator[Callable[[Path], EtcdServer]]:
             return servers[binary]
 
         yield serve
-
-
-@pytest.fixture
-def quick_path() -> Iterator[Path]:
-    """A folder in memory where the machine has one: the tests need no disk, and CI's is slow to sync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="coatcheck-", dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(params=KINDS, ids=str)

@@ -244,6 +244,8 @@ class Peer:
     async def send(self, *pieces: bytes) -> None:
         """Each piece in a segment of its own, as far as the kernel lets us."""
         for piece in pieces:
+            if self._writer.is_closing():
+                raise ConnectionError("the router has cut the connection")  # uvloop's own word for it is another
             self._writer.write(piece)
             await self._writer.drain()
             if len(pieces) > 1:
@@ -393,7 +395,7 @@ class AsgiClient:
         if self.task is None:
             self.start()
         assert self.task is not None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await self.task
         return self
 
@@ -457,6 +459,6 @@ class AsgiClient:
 
 async def until(condition: Callable[[], object]) -> None:
     """Poll for what another task or the kernel brings about."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from app.affinity import Affinity, Entry, StoreState
+from app.affinity import ANYWHERE, Affinity, Entry, Placement, StoreState
 from app.errors import TurnError
 from app.identity import KeyHasher
 from app.metrics import Metrics
@@ -75,16 +75,16 @@ class Replica:
         assert found is not None
         return found
 
-    async def turn(self, key: str = KEY, hint: Target | None = None) -> tuple[Entry, str]:
+    async def turn(self, key: str = KEY, placement: Placement = ANYWHERE) -> tuple[Entry, str]:
         """Bind as the proxy does."""
         entry = self.affinity.bind_cached(key)
         if entry is not None:
             return entry, "cached"
-        return await self.affinity.bind(key, hint)
+        return await self.affinity.bind(key, placement)
 
-    async def visit(self, key: str = KEY, hint: Target | None = None) -> tuple[str, str]:
+    async def visit(self, key: str = KEY, placement: Placement = ANYWHERE) -> tuple[str, str]:
         """A whole turn: the worker's name and the outcome."""
-        entry, how = await self.turn(key, hint)
+        entry, how = await self.turn(key, placement)
         name = entry.target.worker.name
         self.affinity.release(entry)
         return name, how
@@ -279,9 +279,9 @@ async def test_many_replicas_many_sessions_never_split() -> None:
 async def test_hint_is_used_only_when_there_is_no_claim() -> None:
     inner = memory()
     async with running(scripted(inner)) as r1, running(scripted(inner), name="r2") as r2:
-        assert await r1.visit(hint=r1.target("c")) == ("c", "created")
-        assert await r2.visit(hint=r2.target("a")) == ("c", "stored")
-        assert await r1.visit(hint=r1.target("b")) == ("c", "cached")
+        assert await r1.visit(placement=Placement((r1.target("c"),))) == ("c", "created")
+        assert await r2.visit(placement=Placement((r2.target("a"),))) == ("c", "stored")
+        assert await r1.visit(placement=Placement((r1.target("b"),))) == ("c", "cached")
 
 
 @in_virtual_time
@@ -308,9 +308,15 @@ async def test_rank_of_a_claim_is_kept_and_an_unknown_one_is_replaced() -> None:
         entry, how = await r.turn(key_of(0))
         assert (entry.target.rank, how) == (0, "stored")
         r.affinity.release(entry)
-        worker_name, how = await r.visit(key_of(1))
-        assert how == "rebound"
-        assert worker_name != "a"
+        assert (await r.visit(key_of(1)))[1] == "rebound"
+
+
+@in_virtual_time
+async def test_claim_at_a_rank_that_is_gone_may_stay_at_its_only_worker() -> None:
+    store = memory()
+    async with running(store, workers=("a",)) as r:
+        await store.create_or_get(KEY, ClaimValue(worker="a", rank=7), TTL)
+        assert await r.visit() == ("a", "rebound")
 
 
 # -- staying true

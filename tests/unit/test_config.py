@@ -21,6 +21,9 @@ from app.config import (
     variable_name,
 )
 
+FILES = Path(__file__).parent / "files"
+KEYS, WORKER_KEY = FILES / "api-keys", FILES / "worker-key"
+
 # For every setting: what a user may write, and what is then used. None of them is the default.
 WRITTEN: dict[str, tuple[str, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
@@ -48,7 +51,20 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "drain_delay": ("1.5", 1.5),
     "drain_timeout": ("0", 0),
     "log_level": ("debug", "debug"),
+    "session_from": ("x-chat-id/x-chat-parent body:user", ("x-chat-id/x-chat-parent", "body:user")),
+    "rank_header": ("X-Rank", "X-Rank"),
+    "overload": ("16", 16),
+    "parent_slack": ("0", 0),
+    "hint_conflict": ("reject", "reject"),
+    "api_keys": (str(KEYS), KEYS),
+    "worker_api_key": ("sk-hush", SecretStr("sk-hush")),
+    "worker_api_key_file": (str(WORKER_KEY), WORKER_KEY),
+    "admin_token": ("hush", SecretStr("hush")),
+    "log_bindings": ("0.01", 0.01),
+    "affinity": ("soft", "soft"),
 }
+# What must be given beside it.
+ALSO = {"affinity": {"overload": "16"}}
 
 # A bad value for each setting that can have one, and a word of the remedy.
 BAD = [
@@ -59,7 +75,9 @@ BAD = [
     ("processes", "0", "whole number from 1 to 256"),
     ("claims", "redis://x", "write memory://"),
     ("worker", "a:1", "http://host:port"),
-    ("worker", "http://a:1,nmae=x", "URL,name=NAME"),
+    ("worker", "http://a:1,nmae=x", "URL[,name=NAME][,dp=RANKS]"),
+    ("worker", "http://a:1,dp=0", "1 to 1024"),
+    ("worker", "http://a:1,dp=two", "1 to 1024"),
     ("worker", "http://a:1 http://b:1,name=x http://c:1,name=x", "another name"),
     ("worker", "http://a:1 http://a:1/v1,name=x", "remove one"),
     ("policy", "random", "least-loaded"),
@@ -83,6 +101,20 @@ BAD = [
     ("drain_delay", "601", "from 0 to 600"),
     ("drain_timeout", "1.5", "whole number"),
     ("log_level", "loud", "debug, info, warning, error"),
+    ("session_from", "x-chat id:x", "HEADER/PARENT_HEADER or body:FIELD"),
+    ("session_from", "body:messages", "prompt_cache_key, user, metadata.session_id"),
+    ("session_from", "X-Request-ID", "cannot name a session"),
+    ("rank_header", "X Rank", "X-data-parallel-rank"),
+    ("affinity", "firm", "hard, soft"),
+    ("overload", "-1", "0 or more"),
+    ("parent_slack", "many", "whole number, 0 or more"),
+    ("hint_conflict", "fight", "override, reject"),
+    ("api_keys", "/no/such/file", "name a file of API keys"),
+    ("api_keys", __file__, "line 1 is not TENANT sha256:HEX; `coatcheck key TENANT`"),
+    ("api_keys", "/dev/null", "it has no keys; `coatcheck key TENANT`"),
+    ("worker_api_key_file", "/no/such/file", "name a file with one key"),
+    ("worker_api_key_file", __file__, "without spaces"),
+    ("log_bindings", "2", "from 0 to 1"),
 ]
 
 
@@ -108,7 +140,9 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
 
 def test_the_examples_here_cover_every_setting() -> None:
     assert set(WRITTEN) == set(Settings.model_fields)
-    assert {name for name, _, _ in BAD} | {"session_secret"} == set(Settings.model_fields)
+    assert {name for name, _, _ in BAD} | {"session_secret", "admin_token", "worker_api_key"} == set(
+        Settings.model_fields
+    )
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -119,7 +153,8 @@ def test_every_setting_can_be_given_as_flag_variable_and_file_key(
     default = getattr(read_settings({}).settings, name)
     assert default != value
 
-    by_flag = read_settings({name: text})
+    also = ALSO.get(name, {})
+    by_flag = read_settings({name: text, **also})
     assert getattr(by_flag.settings, name) == value
     assert str(by_flag.origins[name]) == f"flag {flag_name(name)}"
 
@@ -127,12 +162,12 @@ def test_every_setting_can_be_given_as_flag_variable_and_file_key(
         toml = written(tmp_path, f'{key} = "{text}"')
         yaml = written(tmp_path, f'{key}: "{text}"\n', "c.yaml")
         for file in (toml, yaml):
-            by_file = read_settings({}, file)
+            by_file = read_settings(also, file)
             assert getattr(by_file.settings, name) == value
             assert str(by_file.origins[name]) == f"{key} in {file}"
 
     monkeypatch.setenv(variable_name(name), text)
-    by_variable = read_settings({})
+    by_variable = read_settings(also)
     assert getattr(by_variable.settings, name) == value
     assert str(by_variable.origins[name]) == f"variable {variable_name(name)}"
 
@@ -204,6 +239,11 @@ def test_a_truth_value_is_no_number(text: str, tmp_path: Path) -> None:
     assert "number" in problem
 
 
+def test_a_key_that_is_none_is_not_shown() -> None:
+    (problem,) = problems({"worker_api_key": "two words"})
+    assert problem == "--worker-api-key ********: a key is visible ASCII characters without spaces"
+
+
 def test_a_number_is_no_secret(tmp_path: Path) -> None:
     (problem,) = problems({}, written(tmp_path, "session_secret = 123456"))
     assert "in quotes" in problem
@@ -216,6 +256,7 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
         ({"processes": "2", "claims": "memory://"}, ("processes", "claims")),
         ({"store_deadline": "5", "session_ttl": "5"}, ("store_deadline", "session_ttl")),
         ({"turn_timeout": "5", "connect_timeout": "5"}, ("turn_timeout", "connect_timeout")),
+        ({"affinity": "soft", "overload": "0"}, ("affinity", "overload")),
         ({"worker_ca": certifi.where(), "worker_tls_verify": False}, ("worker_ca", "worker_tls_verify")),
     ],
 )
@@ -283,7 +324,8 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_settings_survive_the_way_to_another_process_with_their_secrets() -> None:
-    flags = {name: text for name, (text, _) in WRITTEN.items() if name != "worker_tls_verify"}
+    apart = ("worker_tls_verify", "worker_api_key_file")  # do not go with others
+    flags = {name: text for name, (text, _) in WRITTEN.items() if name not in apart}
     settings = read_settings(flags).settings
     assert Settings.model_validate_json(dump_settings(settings)) == settings
     assert Settings.model_validate_json(dump_settings(settings)).session_secret.get_secret_value() == "hush"

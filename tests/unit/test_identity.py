@@ -9,17 +9,25 @@ from hypothesis import strategies as st
 from app.errors import TurnError
 from app.headers import Noted
 from app.identity import (
+    DEFAULT_SOURCES,
     FINAL,
-    HEADERS,
+    HINTS,
     MAX_ID_BYTES,
-    PARENT_SOURCES,
+    PREFILL_HINTS,
     RANK_HINT,
-    SESSION_SOURCES,
     WORKER_HINT,
+    Hints,
+    Identifier,
     Identity,
     KeyHasher,
-    identify,
+    parse_source,
+    read_hints,
 )
+
+SOURCES = [parse_source(text).session for text in DEFAULT_SOURCES]
+PARENTS = list(dict.fromkeys(parent for text in DEFAULT_SOURCES if (parent := parse_source(text).parent)))
+identifier = Identifier()
+identify = identifier.identify
 
 
 def of(name: bytes, *values: bytes) -> Noted:
@@ -28,35 +36,55 @@ def of(name: bytes, *values: bytes) -> Noted:
 
 def refused(headers: Noted) -> tuple[str, str | None]:
     with pytest.raises(TurnError) as caught:
-        identify(headers)
+        (identify(headers), read_hints(headers))
     return caught.value.code, caught.value.param
 
 
 def test_nothing_said() -> None:
     assert identify({}) == Identity()
-    assert not identify({}).hinted
+    assert read_hints({}) == Hints()
 
 
-@pytest.mark.parametrize("source", SESSION_SOURCES)
+@pytest.mark.parametrize("source", SOURCES)
 def test_each_source_of_a_session(source: bytes) -> None:
-    assert identify(of(source, b"abc")).session == b"abc"
+    assert identify(of(source, b"abc")).session == (b"abc",)
 
 
-@pytest.mark.parametrize("source", PARENT_SOURCES)
-def test_each_source_of_a_parent(source: bytes) -> None:
-    assert identify(of(source, b"abc")) == Identity(parent=b"abc")
+@pytest.mark.parametrize("parent", PARENTS)
+@pytest.mark.parametrize("source", SOURCES)
+def test_each_source_of_a_parent_whatever_names_the_session(source: bytes, parent: bytes) -> None:
+    assert identify({source: [b"abc"], parent: [b"above"]}) == Identity((b"abc",), (b"above",))
+    assert identify({source: [b"abc"], parent: [b"abc"]}) == Identity((b"abc",))  # of itself
+    assert identify(of(parent, b"above")) == Identity()
+
+
+def test_child_agents_of_claude_code() -> None:
+    run, agent, above = (b"x-claude-code-" + name for name in (b"session-id", b"agent-id", b"parent-agent-id"))
+    assert identify({run: [b"r"]}) == Identity((b"r",))
+    assert identify({run: [b"r"], agent: [b"a"]}) == Identity((b"r", b"a"), (b"r",))
+    assert identify({run: [b"r"], agent: [b"a"], above: [b"b"]}) == Identity((b"r", b"a"), (b"r", b"b"))
+    assert identify({run: [b"r"], above: [b"b"]}) == Identity((b"r",))
+    assert identify({agent: [b"a"], above: [b"b"]}) == Identity()
+
+
+def test_one_agent_is_never_another_ones_session() -> None:
+    hasher = KeyHasher()
+    assert (
+        len({hasher.key(b"", b"ab"), hasher.key(b"", b"a", b"b"), hasher.key(b"a", b"b"), hasher.key(b"", b"", b"ab")})
+        == 4
+    )
 
 
 def test_sources_are_asked_in_order() -> None:
-    headers: Noted = {source: [b"s%d" % number] for number, source in enumerate(SESSION_SOURCES)}
-    for number, source in enumerate(SESSION_SOURCES):
-        assert identify(headers).session == b"s%d" % number
+    headers: Noted = {source: [b"s%d" % number] for number, source in enumerate(SOURCES)}
+    for number, source in enumerate(SOURCES):
+        assert identify(headers).session == (b"s%d" % number,)
         headers[source] = [b"  "]  # empty: says nothing, and the next one is asked
     assert identify(headers).session is None
 
 
 def test_a_request_id_is_no_session_id() -> None:
-    assert b"x-request-id" not in HEADERS
+    assert b"x-request-id" not in identifier.wanted
     assert identify(of(b"x-request-id", b"abc")).session is None
 
 
@@ -75,7 +103,7 @@ def test_a_request_id_is_no_session_id() -> None:
     ],
 )
 def test_ids_that_are_taken(value: bytes, session: bytes | None) -> None:
-    assert identify(of(b"session-id", value)).session == session
+    assert identify(of(b"session-id", value)).session == (None if session is None else (session,))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +111,7 @@ def test_ids_that_are_taken(value: bytes, session: bytes | None) -> None:
 )
 @pytest.mark.parametrize("source", [b"session-id", b"x-parent-session-id"])
 def test_ids_that_are_refused(value: bytes, source: bytes) -> None:
-    assert refused(of(source, value)) == ("invalid_session_id", source.decode())
+    assert refused({b"session-id": [b"fine"]} | of(source, value)) == ("invalid_session_id", source.decode())
 
 
 @given(st.binary(max_size=300))
@@ -93,7 +121,7 @@ def test_any_id_is_taken_whole_or_refused(value: bytes) -> None:
     if not trimmed:
         assert identify(of(b"session-id", value)).session is None
     elif visible and len(trimmed) <= MAX_ID_BYTES:
-        assert identify(of(b"session-id", value)).session == trimmed
+        assert identify(of(b"session-id", value)).session == (trimmed,)
     else:
         assert refused(of(b"session-id", value))[0] == "invalid_session_id"
 
@@ -102,7 +130,7 @@ def test_any_id_is_taken_whole_or_refused(value: bytes) -> None:
     ("values", "session"), [([b"a", b"a"], b"a"), ([b"a", b" a "], b"a"), ([b"", b"a"], b"a"), ([b"", b" "], None)]
 )
 def test_repeated_ids_that_agree(values: list[bytes], session: bytes | None) -> None:
-    assert identify(of(b"x-dynamo-session-id", *values)).session == session
+    assert identify(of(b"x-dynamo-session-id", *values)).session == (None if session is None else (session,))
 
 
 def test_two_differing_ids_are_refused() -> None:
@@ -111,34 +139,37 @@ def test_two_differing_ids_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "final"),
+    ("values", "final", "unclear"),
     [
-        ([b"true"], True),
-        ([b"TRUE"], True),
-        ([b" True "], True),
-        ([b"1"], True),
-        ([b"yes"], True),
-        ([b"on"], True),
-        ([b"false"], False),
-        ([b"0"], False),
-        ([b"no"], False),
-        ([b""], False),
-        ([b"truely"], False),
-        ([b"2"], False),
-        ([b"false", b"true"], True),
+        ([b"true"], True, False),
+        ([b"TRUE"], True, False),
+        ([b" True "], True, False),
+        ([b"1"], True, False),
+        ([b"yes"], True, False),
+        ([b"on"], True, False),
+        ([b"true", b"1", b""], True, False),
+        ([b"false"], False, False),
+        ([b"0"], False, False),
+        ([b"no"], False, False),
+        ([b"Off"], False, False),
+        ([b""], False, False),
+        ([b"truely"], False, True),
+        ([b"2"], False, True),
+        ([b"true, true"], False, True),
+        # Whoever joins such headers to one makes a word of them that says nothing: it must mean the same apart.
+        ([b"false", b"true"], False, True),
     ],
 )
-def test_final(values: list[bytes], final: bool) -> None:
-    assert identify(of(FINAL, *values)).final is final
+def test_final(values: list[bytes], final: bool, unclear: bool) -> None:
+    said = identify(of(FINAL, *values))
+    assert (said.final, said.final_unclear) == (final, unclear)
 
 
 @pytest.mark.parametrize(
     ("value", "rank"), [(b"0", 0), (b" 7 ", 7), (b"999999", 999999), (b"007", 7), (b"", None), (b"  ", None)]
 )
 def test_ranks_that_are_taken(value: bytes, rank: int | None) -> None:
-    identity = identify(of(RANK_HINT, value))
-    assert identity.rank_hint == rank
-    assert identity.hinted is (rank is not None)  # 0 is a rank
+    assert read_hints(of(RANK_HINT, value)) == Hints(rank=rank)  # 0 is a rank
 
 
 @pytest.mark.parametrize("value", [b"-1", b"+1", b"1.0", b"1e3", b"x", b"1 2", b"1000000", b"\xb2"])
@@ -147,10 +178,41 @@ def test_ranks_that_are_refused(value: bytes) -> None:
 
 
 def test_worker_hint() -> None:
-    assert identify(of(WORKER_HINT, b" w-1 ")).worker_hint == "w-1"
-    assert identify(of(WORKER_HINT, b" ")).worker_hint is None
-    assert identify(of(WORKER_HINT, b"\xff")).worker_hint == "\xff"  # names nobody; must not fail
+    assert read_hints(of(WORKER_HINT, b" w-1 ")).worker == "w-1"
+    assert read_hints(of(WORKER_HINT, b" ")).worker is None
+    assert read_hints(of(WORKER_HINT, b"\xff")).worker == "\xff"  # names nobody; must not fail
     assert refused(of(WORKER_HINT, b"a", b"b"))[0] == "invalid_hint"
+
+
+@pytest.mark.parametrize("name", PREFILL_HINTS)
+def test_prefill_hints_are_seen(name: bytes) -> None:
+    assert read_hints(of(name, b"x")) == Hints(prefill=True)
+    assert {WORKER_HINT, RANK_HINT, name} <= HINTS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "a b",
+        "a/",
+        "/a",
+        "a+",
+        "a:b",
+        "body:",
+        "body:messages",
+        "x-request-id",
+        "Traceparent",
+        "a/x-request-id",
+        "é",
+    ],
+)
+def test_sources_that_are_refused(text: str) -> None:
+    if text in ("a/", "a+"):  # nothing is said after it
+        assert parse_source(text).headers == {b"a"}
+        return
+    with pytest.raises(ValueError):
+        parse_source(text)
 
 
 # -- keys

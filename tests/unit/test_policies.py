@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from app.errors import TurnError
 from app.identity import KeyHasher
-from app.policies import POLICIES, least_loaded, rendezvous, round_robin
+from app.policies import POLICIES, Policy, direct, least_loaded, rendezvous, round_robin
 from app.workers import Target, make_worker
 
 
@@ -27,7 +30,21 @@ KEYS = [hasher.key(b"", b"%d" % number) for number in range(3000)]
 
 
 def test_the_settings_names() -> None:
-    assert {"least-loaded": least_loaded, "round-robin": round_robin} == POLICIES
+    assert {"least-loaded": least_loaded, "round-robin": round_robin, "direct": direct} == POLICIES
+
+
+def test_direct_places_nothing() -> None:
+    with pytest.raises(TurnError) as caught:
+        direct()(targets(3))
+    assert caught.value.code == "hint_required"
+
+
+@pytest.mark.parametrize("policy", [least_loaded, round_robin])
+def test_a_copy_tells_what_comes_next_and_takes_no_turn(policy: Callable[[], Policy]) -> None:
+    three, pick = targets(3), policy()
+    for _ in range(7):
+        told = copy.copy(pick)(three)
+        assert pick(three) is told
 
 
 def test_least_loaded_takes_the_least_loaded() -> None:
@@ -35,17 +52,17 @@ def test_least_loaded_takes_the_least_loaded() -> None:
     pick = least_loaded()
     for load in ((2, 1, 3), (0, 5, 5), (9, 9, 8)):
         for target, turns in zip(three, load, strict=True):
-            target.worker.in_flight = turns
+            target.in_flight = turns
         for _ in range(4):  # wherever its turn is
-            assert pick(three).worker.in_flight == min(load)
+            assert pick(three).in_flight == min(load)
 
 
 def test_least_loaded_counts_claims_being_made() -> None:
     three = targets(3)
     pick = least_loaded()
     for _ in range(30):
-        pick(three).worker.reserved += 1
-    assert [target.worker.reserved for target in three] == [10, 10, 10]
+        pick(three).reserved += 1
+    assert [target.reserved for target in three] == [10, 10, 10]
 
 
 def test_least_loaded_spreads_what_comes_one_at_a_time() -> None:
@@ -58,11 +75,11 @@ def test_round_robin() -> None:
     three = targets(3)
     pick = round_robin()
     assert [name(pick(three)) for _ in range(6)] == ["w0", "w1", "w2"] * 2
-    three[0].worker.in_flight = 100
+    three[0].in_flight = 100
     assert Counter(name(pick(three)) for _ in range(6)) == {"w0": 2, "w1": 2, "w2": 2}
 
 
-@pytest.mark.parametrize("policy", POLICIES.values())
+@pytest.mark.parametrize("policy", [least_loaded, round_robin])
 def test_policies_take_any_number_of_candidates(policy: object) -> None:
     pick = policy()  # type: ignore[operator]
     for count in (1, 5, 2, 1, 3):
@@ -81,7 +98,7 @@ def test_rendezvous_does_not_depend_on_the_order_or_the_load() -> None:
     five = targets(5)
     for key in KEYS[:100]:
         place = rendezvous(key, five)
-        place.worker.in_flight += 7
+        place.in_flight += 7
         assert rendezvous(key, five[::-1]) is place
         assert rendezvous(key, five[2:] + five[:2]) is place
 

@@ -12,7 +12,9 @@ from app.config import Settings
 from app.errors import TABLE
 from app.main import create_app
 from app.metrics import AFFINITY_OUTCOMES
-from app.proxy import _KEPT_STATUSES
+from app.proxy import _KEPT_STATUSES, DRY_RUN
+from app.tenants import ADMIN_TOKEN, CREDENTIALS
+from tests.proxy import test_semantics_end, test_semantics_identity, test_semantics_placement
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -58,12 +60,31 @@ async def test_the_metrics_are_those_of_a_running_router() -> None:
 
 
 def test_the_headers_are_those_that_are_read() -> None:
-    words = {word.lower() for word in re.findall(r"`([\w-]+)`", README)}
-    unused = {*identity.PARENT_SOURCES}  # noted, but nothing depends on them
-    for header in identity.HEADERS - unused:
+    words = {word.lower() for word in re.findall(r"\w+(?:-\w+)*", README)}
+    read = identity.Identifier().wanted | identity.HINTS | CREDENTIALS | {ADMIN_TOKEN, DRY_RUN}
+    for header in read:
         assert header.decode() in words
     for outcome in AFFINITY_OUTCOMES:
         assert outcome in words
+
+
+def test_the_sources_of_ids_are_the_settings_default() -> None:
+    assert tuple(cells[0].strip("`") for cells in rows("What a session is")[1:]) == identity.DEFAULT_SOURCES
+    section = README.partition("\n## What a session is\n")[2].partition("\n## ")[0]
+    for field in identity.BODY_FIELDS:
+        assert f"`{field}`" in section
+
+
+def test_what_a_session_is_is_what_the_tests_show() -> None:
+    section = README.partition("\n## What a session is\n")[2].partition("\n## ")[0]
+    bullets = re.findall(r"^- (.+(?:\n  .+)*)", section, re.M)
+    told = [" ".join(bullet.split()) for bullet in bullets]
+    shown = [
+        sentence
+        for table in (test_semantics_identity, test_semantics_placement, test_semantics_end)
+        for sentence in table.says
+    ]
+    assert told == shown
 
 
 def test_the_statuses_that_keep_a_claim_are_those_of_the_proxy() -> None:

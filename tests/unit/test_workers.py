@@ -177,9 +177,10 @@ def test_candidates_leave_out_lost_and_avoided_workers() -> None:
 
 
 def test_load_counts_turns_and_claims_being_made() -> None:
-    worker = make("http://a:1")
-    worker.in_flight, worker.reserved = 2, 3
-    assert worker.load == worker.targets[0].load == 5
+    (target,) = make("http://a:1").targets
+    target.in_flight, target.reserved = 2, 3
+    assert target.load == 5
+    assert (target.worker.in_flight, target.worker.reserved) == (2, 3)
 
 
 @given(st.text(max_size=30))

@@ -1,0 +1,229 @@
+"""What a session is, sentence by sentence of the README: whose it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from app.config import Settings
+from tests.support.room import JSON, Room, Rooms, Sentences
+
+says = Sentences()
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.parametrize("sentence", says, ids=says.ids())
+async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
+    await says[sentence](rooms)
+
+
+SOURCES = ("x-dynamo-session-id", "x-claude-code-session-id", "thread-id", "session-id", "x-session-id")
+
+
+@says("The first header in the order of `session-from` that has a value names the session; an empty one is absent.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        for first, source in enumerate(SOURCES):
+            ids = {name: room.new() for name in SOURCES[first:]}
+            empty = dict.fromkeys(SOURCES[:first], " ")
+            assert (await room.turn(headers=empty | ids)).how == "created"
+            assert (await room.turn(headers={source: ids[source]}, at=1)).how == "stored"
+            assert [name for name, value in ids.items() if await room.claim(value)] == [source]
+    async with rooms.open(session_from=("x-chat", "thread-id")) as room:
+        await room.turn("a", headers={"thread-id": "b", "X-Chat": "c"})
+        assert [await room.claim(name) is not None for name in "abc"] == [False, False, True]
+
+
+@says("Whichever header says it, the same id is the same session.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        turns = [await room.turn(headers={name: "same"}, at=number % 2) for number, name in enumerate(SOURCES)]
+        assert len({turn.worker for turn in turns}) == 1
+        assert [turn.how for turn in turns].count("created") == 1
+
+
+@says("A child agent of Claude Code has a session of its own, although it says the session id of its parent.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        run = {"x-claude-code-session-id": "run"}
+        assert (await room.turn(headers=run)).how == "created"
+        assert (await room.turn(headers=run | {"x-claude-code-agent-id": "a"})).how == "created"
+        assert (await room.turn(headers=run | {"x-claude-code-agent-id": "b"}, at=1)).how == "created"
+        assert (await room.turn(headers=run | {"x-claude-code-agent-id": "a"}, at=1)).how == "stored"
+        await room.turn(headers=run | {"x-claude-code-agent-id": "a"}, final=True)
+        standing = [await room.claim(*parts) is not None for parts in (("run",), ("run", "a"), ("run", "b"))]
+        assert standing == [True, False, True]
+
+
+@says("Fields of the body name a session only where `session-from` lists them, and only if no header does.")
+async def _(rooms: Rooms) -> None:
+    fields = {"prompt_cache_key": "k", "user": "u", "metadata": {"session_id": "m"}}
+    async with rooms.open() as room:
+        turn = await room.turn(headers=JSON, body=json.dumps(fields).encode())
+        assert (turn.how, room.calls()["create"]) == ("none", 0)
+    order = ("body:metadata.session_id", "x-dynamo-session-id", "body:user", "body:prompt_cache_key")
+    async with rooms.open(session_from=order) as room:
+
+        async def named(session: str | None = None, **body: object) -> str | None:
+            turn = await room.turn(session, headers=JSON, body=json.dumps(body).encode())
+            assert turn.status == 200
+            found = [name for name in ("h", "k", "u", "m") if await room.claim(name)]
+            for name in found:
+                claim = await room.claim(name)
+                assert claim is not None
+                await room.truth.close(claim)
+            assert len(found) <= 1
+            return found[0] if found else None
+
+        assert await named("h", **fields) == "h"
+        assert await named(**fields) == "m"
+        assert await named(user="u", prompt_cache_key="k") == "u"
+        assert await named(user=" ", prompt_cache_key="k", metadata=None) == "k"
+        assert await named(user=7, metadata=["m"]) is None
+        assert await named() is None
+        refused = await room.turn(headers=JSON, body=b'{"user": "two words"}')
+        assert refused.refusal == (400, "invalid_session_id")
+
+
+@says("A request id never names a session.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        for name in ("x-request-id", "request-id", "traceparent", "x-correlation-id"):
+            assert (await room.turn(headers={name: "id"})).how == "none"
+            assert await room.claim("id") is None
+            with pytest.raises(ValidationError, match="cannot name a session"):
+                Settings(session_from=(name.title(),))
+
+
+@says("A request that names no session is placed by itself, and nothing is claimed.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        turns = [await room.turn(final=final) for final in (False, True, False, True)]
+        assert [turn.how for turn in turns] == ["none"] * 4
+        assert {turn.worker for turn in turns} == {"w0", "w1"}
+        assert not {"create", "get", "close"} & room.calls().keys()
+
+
+@says("An id is 1 to 256 visible ASCII characters; any other, or two that differ, are answered 400, and nothing runs.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        assert (await room.turn("~" * 256)).how == "created"
+        assert (await room.turn("  padded ")).how == "created"
+        assert await room.claim("padded")
+        before = room.served_count
+        for bad in ("a" * 257, "a b", "caf\xe9", "tab\tid", "\x7f"):
+            assert (await room.turn(bad)).refusal == (400, "invalid_session_id")
+        assert (await room.turn("one", again=[("x-dynamo-session-id", "two")])).refusal == (400, "invalid_session_id")
+        assert (await room.turn("one", again=[("x-dynamo-session-id", " one")])).status == 200
+        assert room.served_count == before + 1
+
+
+@says(
+    "`X-Dynamo-Session-Final` is yes as `1`, `true`, `yes` or `on` in any case; every other value is no, and counted "
+    "unless it is a plain no."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(replicas=1) as room:
+        unclear = room.replicas[0].metrics.final_unclear.cells
+        words = {"1": 1, "TRUE": 1, "Yes": 1, " on ": 1, "0": 0, "False": 0, "no": 0, "OFF": 0, "": 0}
+        for word, final in words.items():
+            await room.turn("s", headers={"x-dynamo-session-final": word})
+            assert (await room.claim("s") is None) == bool(final), word
+        assert unclear[()] == 0
+        for number, word in enumerate(("2", "final", "y", "true, false"), 1):
+            await room.turn("s", headers={"x-dynamo-session-final": word})
+            assert await room.claim("s") is not None, word
+            assert unclear[()] == number
+        await room.turn("s", final=True, again=[("x-dynamo-session-final", "no")])
+        assert await room.claim("s") is not None
+        assert unclear[()] == 5
+
+
+# -- tenants
+
+
+@says("Without API keys all clients are one tenant, whatever they send as a key.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        first = await room.turn("s", key="one")
+        second = await room.turn("s", key="two", at=1)
+        assert (second.worker, second.how) == (first.worker, "stored")
+
+
+@says("With API keys (`api-keys`) the same id of two tenants is two sessions, which never meet.")
+async def _(rooms: Rooms) -> None:
+    file, (alice, bob, also_alice) = rooms.keys("alice", "bob", "alice")
+    async with rooms.open(api_keys=file) as room:
+        first = await room.turn("s", key=alice)
+        assert (await room.turn("s", key=bob, at=1)).how == "created"
+        assert (await room.turn("s", headers={"x-api-key": also_alice}, at=1)).how == "stored"
+        places = {first.worker}
+        for _ in range(3):
+            places.add((await room.turn("s", key=alice, at=1)).worker)
+        assert places == {first.worker}
+        ours, theirs = await room.claim("s", tenant="alice"), await room.claim("s", tenant="bob")
+        assert ours is not None
+        assert theirs is not None
+        assert ours.value.nonce != theirs.value.nonce
+        assert await room.claim("s") is None
+
+
+@says("A final turn of a stranger is served as theirs and changes nothing for the owner.")
+async def _(rooms: Rooms) -> None:
+    file, (alice, bob) = rooms.keys("alice", "bob")
+    async with rooms.open(api_keys=file) as room:
+        first = await room.turn("s", key=alice)
+        before = await room.mark("s", tenant="alice")
+        for at in (0, 1):
+            assert (await room.turn("s", key=bob, at=at, final=True)).status == 200
+            assert (await room.turn("s", key="ck-guess", at=at, final=True)).status == 401
+            assert (await room.turn("s", at=at, final=True)).status == 401
+        assert await room.mark("s", tenant="alice") == before
+        again = await room.turn("s", key=alice)
+        assert (again.worker, again.how) == (first.worker, "cached")
+        assert await room.claim("s", tenant="bob") is None
+
+
+@says("A request without a valid key is answered 401, always alike, and reaches no session and no worker.")
+async def _(rooms: Rooms) -> None:
+    file, (alice,) = rooms.keys("alice")
+    async with rooms.open(api_keys=file) as room:
+        wrong = [alice + "x", alice[:-1], "ck-" + "A" * 43, alice.upper()]
+        refusals = [await room.turn("s", key=key) for key in wrong]
+        refusals += [await room.turn("s", headers={"x-api-key": key}) for key in wrong]
+        refusals.append(await room.turn("s", headers={"authorization": f"Basic {alice}"}))
+        for turn in refusals:
+            assert turn.refusal == (401, "invalid_api_key")
+            assert turn.json["error"]["type"] == "authentication_error"
+            assert turn.said("www-authenticate") == "Bearer"
+        assert len({turn.body for turn in refusals[:-1]}) == 1
+        assert room.served_count == 0
+        assert not {"create", "get", "close"} & room.calls().keys()
+        async with room.admin() as client:
+            answer = await client.get("/v1/models")
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+@says("The client's key goes on to the worker; with a key for the workers (`worker-api-key`) that one goes instead.")
+async def _(rooms: Rooms) -> None:
+    file, (alice,) = rooms.keys("alice")
+
+    async def arrives(room: Room, **how: object) -> dict[str, str]:
+        assert (await room.turn("s", **how)).status == 200
+        (turn,) = room.workers[0].turns
+        room.workers[0].turns.clear()
+        return {name: turn[name] for name in ("authorization", "x-api-key") if name in turn}
+
+    async with rooms.open(workers=1, replicas=1, api_keys=file) as room:
+        assert await arrives(room, key=alice) == {"authorization": f"Bearer {alice}"}
+        assert await arrives(room, headers={"x-api-key": alice}) == {"x-api-key": alice}
+    for keys in ({"api_keys": file}, {}):
+        async with rooms.open(workers=1, replicas=1, worker_api_key="sk-worker", **keys) as room:
+            assert await arrives(room, key=alice) == {"authorization": "Bearer sk-worker"}
+            assert await arrives(room, headers={"x-api-key": alice}) == {"authorization": "Bearer sk-worker"}
+    own = file.with_suffix(".worker")
+    own.write_text("sk-file\n")
+    async with rooms.open(workers=1, replicas=1, worker_api_key_file=own) as room:
+        assert await arrives(room) == {"authorization": "Bearer sk-file"}

@@ -1,0 +1,189 @@
+"""`coatcheck sessions`, `workers` and `key`: what they print and how they end. The router that they ask is real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from app import cli
+from app.config import Settings
+from app.identity import KeyHasher
+from app.main import create_app
+from app.serve import listen
+from app.tenants import read_keys
+from tests.support.fakes import ByteWorker, answers
+
+TOKEN = "hush"
+OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+
+@pytest.fixture(scope="module")
+def router() -> Iterator[str]:
+    """The URL of one with the admin token TOKEN, that knows the sessions session-0 to session-6, all at one worker."""
+    (bound,) = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    ready, stop = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        async with ByteWorker(answers(OK)) as worker:
+            spoken = (f"http://127.0.0.1:{worker.port},name=w0,dp=2", "http://127.0.0.1:9,name=w1")
+            app = create_app(Settings(worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1"))
+            server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
+            serving = asyncio.create_task(server.serve(sockets=[bound]))
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                for number in range(7):
+                    headers = {"x-dynamo-session-id": f"session-{number}", "x-dynamo-worker-instance-id": "w0"}
+                    assert (await client.post("/v1/completions", headers=headers, content=b"{}")).status_code == 200
+            ready.set()
+            while not stop.is_set():
+                await asyncio.sleep(0.02)
+            server.should_exit = True
+            await serving
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(60)
+    yield url
+    stop.set()
+    thread.join()
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.upper().startswith("COATCHECK_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # not for this
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    try:
+        code = cli.main(arguments)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def key(number: int) -> str:
+    return KeyHasher().key(b"", b"session-%d" % number)
+
+
+def test_sessions_are_listed_by_their_hash(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, "sessions", "list", "--url", router, "--token", TOKEN, "--limit", "3")
+    assert (code, err) == (0, "")
+    head, *rows, sum_ = out.splitlines()
+    assert head.split()[:3] == ["session", "worker", "rank"]
+    hashes = sorted(key(number) for number in range(7))
+    assert [row.split()[0] for row in rows] == hashes[:3]
+    assert {row.split()[1] for row in rows} == {"w0"}
+    assert "3 of the 7 sessions" in sum_
+    assert "--all" in sum_
+    code, out, _ = command(capsys, "sessions", "list", "--url", router + "/", "--token", TOKEN, "--all")
+    assert [row.split()[0] for row in out.splitlines()[1:-1]] == hashes
+    assert "--all" not in out
+    code, out, _ = command(capsys, "sessions", "list", "--url", router, "--token", TOKEN, "--worker", "w1", "--json")
+    assert (code, json.loads(out)["sessions"]) == (0, [])
+
+
+def test_pages_are_put_together(
+    router: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.remote._PAGE", 2)
+    for arguments, count in ((["--all"], 7), (["--limit", "5"], 5), (["--limit", "9"], 7)):
+        _, out, _ = command(capsys, "sessions", "list", "--url", router, "--token", TOKEN, "--json", *arguments)
+        listed = [each["session"] for each in json.loads(out)["sessions"]]
+        assert listed == sorted(key(number) for number in range(7))[:count]
+
+
+def test_a_session_is_shown_and_closed(
+    router: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COATCHECK_ADMIN_TOKEN", TOKEN)
+    code, out, err = command(capsys, "sessions", "show", "session-1", "--url", router)
+    assert (code, err) == (0, "")
+    assert key(1) in out
+    assert "created by" in out
+    code, out, _ = command(capsys, "sessions", "show", key(1), "--hash", "--url", router, "--json")
+    assert json.loads(out)["worker"] == "w0"
+    code, out, _ = command(capsys, "sessions", "show", "session-1", "--agent", "a", "--tenant", "t", "--url", router)
+    assert (code, out) == (1, "")
+    headers = {"x-dynamo-session-id": "doomed", "x-dynamo-worker-instance-id": "w0"}
+    httpx.post(f"{router}/v1/completions", headers=headers, content=b"{}", trust_env=False)
+    code, out, err = command(capsys, "sessions", "close", "doomed", "--url", router)
+    assert (code, err) == (0, "")
+    assert out.split()[1] == "closed"
+    code, out, err = command(capsys, "sessions", "close", "doomed", "--url", router)
+    assert (code, err) == (1, "coatcheck: no such session is bound\n")
+
+
+def test_workers_are_listed(router: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "router.toml"
+    file.write_text(f'admin-token = "{TOKEN}"')
+    code, out, err = command(capsys, "workers", "--url", router, "--config", str(file))
+    assert (code, err) == (0, "")
+    head, first, second = (line.split() for line in out.splitlines())
+    assert head[0] == "name"
+    assert (first[0], first[2:6]) == ("w0", ["yes", "0", "0:0", "1:0"])
+    assert (second[0], second[4]) == ("w1", "–")
+    _, out, _ = command(capsys, "workers", "--url", router, "--token", TOKEN, "--json")
+    assert [each["name"] for each in json.loads(out)["workers"]] == ["w0", "w1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["sessions"], 2, "ACTION"),
+        (["sessions", "lst"], 2, "lst"),
+        (["sessions", "show"], 2, "takes an ID"),
+        (["sessions", "list", "x"], 2, "takes no ID"),
+        (["sessions", "list", "--limit", "0"], 2, "1 or more"),
+        (["sessions", "show", "x", "--hash", "--token", TOKEN], 2, "40 hex digits"),
+        (["sessions", "list", "--url", "localhost"], 2, "--url localhost"),
+        (["sessions", "list", "--config", "/no/such.toml"], 2, "/no/such.toml"),
+        (["sessions", "list", "--url", "http://127.0.0.1:9"], 1, "cannot be reached"),
+        (["sessions", "list"], 1, "needs the admin token"),
+        (["workers", "--token", "wrong"], 1, "needs the admin token"),
+        (["sessions", "show", "nobody", "--token", TOKEN], 1, "no such session"),
+        (["workers", "extra"], 2, "extra"),
+        (["key"], 2, "TENANT"),
+        (["key", "a b"], 2, "no tenant name"),
+    ],
+)
+def test_trouble_is_told_in_one_line(
+    arguments: list[str], code: int, said: str, router: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--url" not in arguments and arguments[0] != "key":
+        arguments = [*arguments, "--url", router]
+    ended, out, err = command(capsys, *arguments)
+    assert (ended, out) == (code, "")
+    assert said in err
+    assert err.count("\n") <= 2
+    assert "Traceback" not in err
+
+
+def test_what_is_no_router_is_told(capsys: pytest.CaptureFixture[str], router: str) -> None:
+    code, _, err = command(capsys, "workers", "--url", f"{router}/health", "--token", TOKEN)
+    assert code == 1
+    assert "there is nothing at" in err
+
+
+def test_a_key_and_its_line_let_in_whose_it_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, line, err = command(capsys, "key", "alice")
+    assert code == 0
+    made = err.split()[-1]
+    assert made not in line
+    file = tmp_path / "keys"
+    file.write_text(line)
+    assert read_keys(file).authenticate({b"authorization": [b"Bearer " + made.encode()]}) == b"alice"
+    assert command(capsys, "key", "alice")[1] != line

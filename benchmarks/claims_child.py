@@ -133,7 +133,7 @@ async def idle(sessions: int, capacity: int, foreign: bool) -> None:
         entry, _ = await affinity.bind(session_key("warm", number))
         affinity.release(entry)
     _report_memory(affinity, 0)
-    target = affinity._place("", frozenset())
+    target = affinity._policy(affinity._candidates())
     value = ClaimValue(worker=target.worker.name, replica=affinity._replica)
     for number in range(sessions):
         key = session_key("idle", number)

@@ -356,6 +356,18 @@ def test_a_degraded_turn_needs_an_outage(start: float, legal: bool) -> None:
     assert story.broken_rules() == ([] if legal else ["degraded"])
 
 
+@pytest.mark.parametrize(("store_fault", "legal"), [("disk-full", True), ("worker-frozen", False)])
+def test_in_an_outage_a_replica_goes_on_with_what_it_knew(store_fault: str, legal: bool) -> None:
+    story = Story(ttl=40)
+    story.turn(0, "created", "w0")
+    story.turn(1, "stored", "w0", replica="r1", final=True)
+    story.turn(1.1, "created", "w1", replica="r1")
+    story.fault(store_fault, "w9", 20, 30)
+    story.turn(25, "cached", "w0")
+    story.turn(26, "cached", "w1", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
 def test_degraded_turns_are_no_reason_to_move() -> None:
     story = Story(ttl=40)
     story.turn(0, "created", "w0")
@@ -407,6 +419,24 @@ def test_the_close_of_a_final_turn_is_heard_of_within_moments() -> None:
     story.turn(1.2, "cached", "w0", final=True, replica="r1")
     story.turn(3, "cached", "w0", replica="r2")
     assert story.broken_rules() == ["final did not close"]
+
+
+def test_where_another_close_is_pending_the_next_turn_joins_it() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(0.9, "stored", "w0", replica="r1", final=True, lasts=1)
+    story.turn(1, "cached", "w0", final=True)
+    story.turn(1.06, "cached", "w0", replica="r1")
+    assert not story.check().violations
+
+
+def test_after_a_close_the_next_turn_may_find_its_new_worker_gone() -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", final=True)
+    story.fault("worker-killed", "w2", 0.5, 3)
+    story.turn(1.06, "rebound", "w1")
+    assert not story.check().violations
 
 
 def test_a_final_turn_with_others_beside_it_may_close_later() -> None:

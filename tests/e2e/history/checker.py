@@ -439,7 +439,7 @@ class _Session:
             for begin, end in self.faults.deaf(turn.replica):
                 if begin <= start <= end + rules.news:
                     lo = min(lo, begin - rules.news)
-            row = [other for other in self._row(turn, record) if other is not turn]
+            row = [other for other in self.row(turn, record) if other is not turn]
             if any(other.final for other in row):
                 lo = min(lo, *(other.start for other in row))
         return lo
@@ -458,7 +458,7 @@ class _Session:
                 lo = start
         return lo
 
-    def _row(self, turn: Sent, record: Served | None) -> list[Sent]:
+    def row(self, turn: Sent, record: Served | None = None) -> list[Sent]:
         """Turns at its worker and replica that overlap with it, directly or through others, and began before."""
         until = record.start if record else turn.end
         left = [
@@ -477,7 +477,7 @@ class _Session:
         return row
 
     def row_start(self, turn: Sent) -> float:
-        return min(other.start for other in self._row(turn, None))
+        return min(other.start for other in self.row(turn))
 
     def releases(self) -> list[_Release]:
         found = [release for turn in self.turns if turn.final for release in self._of_final(turn)]
@@ -608,8 +608,9 @@ def check_idle(session: _Session, verdict: Verdict) -> None:
 
 def check_finals(session: _Session, verdict: Verdict) -> None:
     """After a final turn whose end the client has seen, the next turn is `created`. Judged when the store was well, no
-    other turn of the session was still running on that replica, and nothing else may have closed the claim that the
-    final turn was bound to. Where closes leave no stamps, only on the same replica or after `Rules.news`."""
+    other turn of the session was still running on that replica, no other close was pending on the next one's, and
+    nothing else may have closed the claim that the final turn was bound to. Where closes leave no stamps, only on the
+    same replica or after `Rules.news`."""
     rules, faults = session.faults.rules, session.faults
     for number, final in enumerate(session.turns):
         if not final.final or final.outcome != "completed" or final.status != 200 or final.affinity == "degraded":
@@ -622,6 +623,7 @@ def check_finals(session: _Session, verdict: Verdict) -> None:
         until = following.head or following.end
         beside = [turn for turn in others if turn.start < final.end and session.ended(turn) >= final.start - MOMENT]
         running = any(turn.replica == final.replica for turn in beside)
+        joins = any(turn.final and turn is not final for turn in session.row(following) if turn is not following)
         looking = any(
             turn.replica == following.replica
             and max([turn.start, *(record.start for record in session.records[turn.id])]) >= final.end - EDGE
@@ -638,7 +640,7 @@ def check_finals(session: _Session, verdict: Verdict) -> None:
         )
         together = _together(session, following)
         late = not rules.stamps and following.replica != final.replica and following.start < final.end + rules.news
-        if running or looking or fenced_off or ill or together is None:
+        if running or joins or looking or fenced_off or ill or together is None:
             verdict.facts["finals not judged"] += 1
         elif "created" in together:
             verdict.facts["finals, then created"] += 1

@@ -35,18 +35,15 @@ TABLE: dict[str, Answer] = {
     "unknown_worker": Answer(400, _INVALID),
     "hint_required": Answer(400, _INVALID),
     "hint_conflict": Answer(400, _INVALID),
-    "request_timeout": Answer(408, _INVALID),
     "invalid_api_key": Answer(401, "authentication_error"),
     "forbidden": Answer(403, "permission_error"),
     "not_found": Answer(404, _INVALID),
     "model_not_found": Answer(404, _INVALID),
     "method_not_allowed": Answer(405, _INVALID),
     "request_too_large": Answer(413, _INVALID),
-    "upgrade_refused": Answer(501, _INVALID),
     # placing
     "no_worker": Answer(503, _SERVER, retry=True, retry_after=1),
     "store_unavailable": Answer(503, _SERVER, retry=True, retry_after=1),
-    "draining": Answer(503, _SERVER, retry=True, retry_after=1),
     "overloaded": Answer(503, _SERVER, retry=True, retry_after=1),
     # the attempt, before the head; in all but the first the worker may have begun to work on it
     "worker_unreachable": Answer(503, _SERVER, retry=True, retry_after=1),
@@ -56,7 +53,6 @@ TABLE: dict[str, Answer] = {
     # after the head (inside the stream)
     "worker_stream_broken": Answer(502, _SERVER),
     "worker_stalled": Answer(504, _SERVER),
-    "turn_timeout": Answer(504, _SERVER, retry=False),
     # ours
     "internal_error": Answer(500, _SERVER),
 }

@@ -19,6 +19,7 @@ def legal(report: Report) -> bool:
     return True
 
 
+@pytest.mark.timeout(300)  # a busy machine takes its time to start a dozen processes
 @pytest.mark.parametrize(
     "rules",
     [

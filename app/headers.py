@@ -60,14 +60,19 @@ def connection_named(value: bytes) -> set[bytes]:
 
 def response_headers(headers: list[Header], status: int) -> list[Header]:
     """A worker's response headers without what belongs to its connection; a new list that the caller may extend."""
-    drop: frozenset[bytes] | set[bytes] = _NOT_TO_CLIENT
-    for name, value in headers:
-        if name == b"connection":
-            drop = drop | connection_named(value)
+    kept = []
+    for pair in headers:
+        name = pair[0]
+        if name not in _NOT_TO_CLIENT:
+            if not name.startswith(b"x-coatcheck-"):
+                kept.append(pair)
+        elif name == b"connection" and connection_named(pair[1]):
+            drop = {b"connection"}.union(*(connection_named(value) for key, value in headers if key == b"connection"))
+            return response_headers([other for other in headers if other[0] not in drop], status)
     if status in _BODILESS:
         # RFC 9112 6.3: these have no body whatever the header says, and the server in front checks its length.
-        drop = drop | {b"content-length"}
-    return [pair for pair in headers if pair[0] not in drop and not pair[0].startswith(b"x-coatcheck-")]
+        return [pair for pair in kept if pair[0] != b"content-length"]
+    return kept
 
 
 def header(headers: Iterable[Header], wanted: bytes) -> bytes | None:

@@ -47,6 +47,9 @@ log = logging.getLogger("coatcheck.proxy")
 ON_DISCONNECT = "coatcheck.on_disconnect"
 """A function in the scope with which a server offers to call when the client leaves. Without it a `receive()` is kept
 pending, as in any ASGI application."""
+BODY_FOLLOWS = "coatcheck.body_follows"
+"""In the message that starts a response: the whole body is sent in the same step of the loop, so that a server may
+write both at once."""
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -445,7 +448,10 @@ class Turn:
         headers = response_headers(connection.headers, status)
         headers += self._own_headers()
         self._done = self.loop.create_future()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        start = {"type": "http.response.start", "status": status, "headers": headers}
+        if connection.complete and (entry is None or not entry.closing):
+            start[BODY_FOLLOWS] = True
+        await self._send(start)
         connection.relay(self)
         await self._done
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end

@@ -119,7 +119,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http=client_protocol(is_proxied, lambda: router.draining),
+                http=client_protocol(lambda path: router.proxy if is_proxied(path) else None, lambda: router.draining),
                 ws="none",
                 lifespan="on",
                 log_config=None,

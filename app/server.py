@@ -25,9 +25,11 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from app.errors import TurnError, error_response
-from app.proxy import ON_DISCONNECT
+from app.proxy import BODY_FOLLOWS, ON_DISCONNECT
 
 log = logging.getLogger("coatcheck.server")
+
+Application = Callable[..., Coroutine[Any, Any, None]]
 
 
 def _status_line(status: int) -> bytes:
@@ -44,8 +46,8 @@ _STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
 class ClientProtocol(HttpToolsProtocol):
     """One client connection. `client_protocol` makes the class that uvicorn is given as `http=`."""
 
-    proxied: Callable[[str], bool]
-    """Which paths go to our writer."""
+    route: Callable[[str], Application | None]
+    """The application whose answers to a path go through our writer, if any."""
     draining: Callable[[], bool]
     """Whether the process is about to stop."""
     _serving: Response | None = None
@@ -55,7 +57,9 @@ class ClientProtocol(HttpToolsProtocol):
             # Whoever keeps this connection alive (a load balancer) must not write the next request into it just as it
             # is closed: a request that may have been received cannot be sent again.
             cycle.keep_alive = False
-        if self.proxied(cycle.scope["path"]):
+        proxy = self.route(cycle.scope["path"])
+        if proxy is not None:
+            app = proxy
             self._serving = cycle = Response(cycle, self.loop)  # type: ignore[assignment]  # all that is used of one
         super()._start_asgi_task(cycle, app)
 
@@ -120,11 +124,11 @@ def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
 
 
 def client_protocol(
-    proxied: Callable[[str], bool], draining: Callable[[], bool] = lambda: False
+    route: Callable[[str], Application | None], draining: Callable[[], bool] = lambda: False
 ) -> type[ClientProtocol]:
-    """The protocol class whose writer serves the paths that `proxied` is true of, and which ends each connection with
-    its next answer while `draining`."""
-    methods = {"proxied": staticmethod(proxied), "draining": staticmethod(draining)}
+    """The protocol class that gives requests for a path straight to the application that `route` answers, if any, and
+    which ends each connection with its next answer while `draining`."""
+    methods = {"route": staticmethod(route), "draining": staticmethod(draining)}
     return type("ClientProtocol", (ClientProtocol,), methods)
 
 
@@ -160,7 +164,7 @@ class Response:
         if left is not None:
             left()
 
-    async def run_asgi(self, app: Callable[..., Coroutine[Any, Any, None]]) -> None:
+    async def run_asgi(self, app: Application) -> None:
         cycle = self._cycle
         try:
             await app(cycle.scope, cycle.receive, self.send)
@@ -184,6 +188,9 @@ class Response:
             self._body(cycle, message.get("body", b""), message.get("more_body", False))
         else:
             self._start(cycle, message["status"], message["headers"])
+            if BODY_FOLLOWS not in message:
+                # A stream's first piece may be long in coming: the client is not kept from the head.
+                self._flush = self._loop.call_soon(self._write_head)
 
     def _start(self, cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         cycle.response_started = True
@@ -205,8 +212,6 @@ class Response:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
         self._head = b"".join(lines)
-        # A stream's first piece may be long in coming: the client is not kept from the head.
-        self._flush = self._loop.call_soon(self._write_head)
 
     def _write_head(self) -> None:
         head, self._head = self._head, None

@@ -214,6 +214,11 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.close()
 
     @property
+    def complete(self) -> bool:
+        """The whole response is here."""
+        return self._complete
+
+    @property
     def reused(self) -> bool:
         return self._used
 

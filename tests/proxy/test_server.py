@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -120,7 +121,7 @@ async def serving(*scripts: Script | ByteWorker, grace: int = 5, **settings: Any
         server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=client_protocol(lambda path: path.startswith("/v1/")),
+                http=client_protocol(lambda path: b.proxy if path.startswith("/v1/") else None),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -564,3 +565,23 @@ async def test_final_turn_end_to_end() -> None:
         await client.ask(post(*head))
         assert (await client.answer())[1].endswith(DONE)
         assert await r.bench.claim() is None
+
+
+async def test_turn_leaves_no_cyclic_garbage() -> None:
+    """What reference counting frees costs nothing; what is left to the collector costs every turn."""
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        await client.ask(post())
+        await client.answer()
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(5):
+                await client.ask(post())
+                await client.answer()
+            gc.collect()
+            kinds = {type(item).__name__ for item in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        assert not kinds & {"Response", "Turn", "RequestResponseCycle", "Context"}

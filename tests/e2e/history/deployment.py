@@ -98,12 +98,11 @@ class Deployment:
         return f"etcd://{','.join(endpoints[number:] + endpoints[:number])}/{PREFIX}"
 
     def stop(self) -> None:
-        """The store. Whatever was frozen must have been resumed."""
+        """The store, when the processes that use it have ended."""
         if self.cluster is not None:
             self.cluster.stop()
         if self._mounted:
-            # The replicas may still be there; the mount goes when they do.
-            subprocess.run(["umount", "--lazy", self.claims], check=False, capture_output=True)
+            subprocess.run(["umount", self.claims], check=True, capture_output=True)
 
     async def revive(self, node: Node) -> None:
         """Start a killed node again; returns when it serves."""

@@ -179,9 +179,9 @@ class Load:
                 try:
                     await _follow(wire, sent, tokens, leave or ("done" if leave_at_done else ""), rng)
                 except (Cut, OSError) as error:
-                    sent.outcome, sent.note = "cut", str(error)
+                    sent.outcome, sent.note, sent.end = "cut", str(error), time.time()  # perhaps after `[DONE]`
                 except TimeoutError:
-                    sent.outcome = "timeout"
+                    sent.outcome, sent.end = "timeout", time.time()
                 if sent.end == float("inf"):
                     sent.end = time.time()
             return

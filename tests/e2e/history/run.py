@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 import time
 from collections import Counter
@@ -53,26 +54,26 @@ async def run(
 ) -> Report:
     """Faults for `seconds`; starting, resting and checking come on top."""
     began = time.monotonic()
-    with Processes(folder) as processes:
+    with contextlib.ExitStack() as stack:
+        processes = Processes(folder)
         deployment = Deployment(processes, folder, rules)
+        stack.callback(deployment.stop)  # the store last: it goes when nobody needs it any more
+        stack.enter_context(processes)
+        await deployment.start()
+        urls = {replica.name: replica.url for replica in deployment.replicas}
+        load = Load(urls, seed=seed, sessions=sessions, ttl=rules.ttl, lifetime=rules.lifetime, think_s=think_s)
+        nemesis = Nemesis(deployment, load, seed=seed, pause_s=pause_s)
+        living = asyncio.ensure_future(load.run())
         try:
-            await deployment.start()
-            urls = {replica.name: replica.url for replica in deployment.replicas}
-            load = Load(urls, seed=seed, sessions=sessions, ttl=rules.ttl, lifetime=rules.lifetime, think_s=think_s)
-            nemesis = Nemesis(deployment, load, seed=seed, pause_s=pause_s)
-            living = asyncio.ensure_future(load.run())
-            try:
-                async with Witness(deployment, nemesis.faults):
-                    await nemesis.run(seconds)
-                    await asyncio.sleep(RECOVERY)
-            finally:
-                load.end()
-                await living
-            await load.close_all()
-            leftovers = await deployment.leftovers()
-            await deployment.collect()
+            async with Witness(deployment, nemesis.faults):
+                await nemesis.run(seconds)
+                await asyncio.sleep(RECOVERY)
         finally:
-            deployment.stop()
+            load.end()
+            await living
+        await load.close_all()
+        leftovers = await deployment.leftovers()
+        await deployment.collect()
     history = History(rules=rules, sent=load.sent, served=deployment.served, faults=nemesis.faults)
     verdict = check(history)
     verdict.violations += leftovers

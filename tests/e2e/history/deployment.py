@@ -61,7 +61,8 @@ class Deployment:
         self.cluster: EtcdCluster | None = None
         self.claims = folder / "claims"
         self._processes = processes
-        self._mounted = False
+        self._mount: subprocess.Popen[bytes] | None = None
+        """Unmounts when its input ends, so also when we are killed."""
         self._key = KeyHasher().key
 
     # -- starting and stopping
@@ -72,7 +73,7 @@ class Deployment:
             await asyncio.to_thread(self.cluster.start)
         else:
             self.claims.mkdir()
-            self._mount()
+            self._mount_disk()
         for number, worker in enumerate(self._processes.workers(WORKERS, *WORKER_OPTIONS, apart=True)):
             again = ("mocker", "--port", str(urlsplit(worker.url).port), *WORKER_OPTIONS)
             self.workers.append(Node(f"w{number}", worker.url, worker.process, again))
@@ -101,8 +102,8 @@ class Deployment:
         """The store, when the processes that use it have ended."""
         if self.cluster is not None:
             self.cluster.stop()
-        if self._mounted:
-            subprocess.run(["umount", self.claims], check=True, capture_output=True)
+        if self._mount is not None:
+            self._mount.communicate()
 
     async def revive(self, node: Node) -> None:
         """Start a killed node again; returns when it serves."""
@@ -169,15 +170,17 @@ class Deployment:
             return said.split()
         return [name for name in os.listdir(self.claims / "claims") if not name.startswith(".")]
 
-    def _mount(self) -> None:
+    def _mount_disk(self) -> None:
         """A small file system of its own, to be filled. Needs root."""
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", self.claims]
-        self._mounted = os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+        if os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0:
+            unmount = ["sh", "-c", 'cat > /dev/null; umount --lazy "$0"', self.claims]
+            self._mount = subprocess.Popen(unmount, stdin=subprocess.PIPE, start_new_session=True)
 
     def fill_disk(self) -> Callable[[], None]:
         """Leave no space for a claim; answers what undoes it. Where nothing can be mounted, the kernel refuses the
         replicas every write to a file instead."""
-        if self._mounted:
+        if self._mount is not None:
             filler = self.claims / "filler"
             with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
                 while True:

@@ -17,8 +17,8 @@ SEED = int(os.environ.get("HISTORY_SEED", "1"))
 @pytest.mark.parametrize(
     "rules",
     [
-        Rules(store="file", ttl=2.0, deadline=1.5, max_stale=3.0),
-        Rules(store="etcd", ttl=3.0, deadline=2.0),
+        Rules(store="file", ttl=2.5, deadline=2.0, max_stale=3.0),
+        Rules(store="etcd", ttl=3.0, deadline=2.5),
     ],
     ids=lambda rules: rules.store,
 )

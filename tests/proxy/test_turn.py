@@ -1034,10 +1034,11 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
 
 async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None:
     """The first hold of the end finds another turn; when that is gone the end is held, closed and sent all the same."""
-    go_on = asyncio.Event()
+    hooked, go_on = asyncio.Event(), asyncio.Event()
 
     async def script(peer: Peer) -> None:
         await peer.request()
+        await hooked.wait()
         await peer.send(STREAM + chunk(DONE))
         await go_on.wait()
         await peer.send(END)
@@ -1059,6 +1060,7 @@ async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None
             return held
 
         turn._hold = hold_and_join  # type: ignore[method-assign]
+        hooked.set()
         await until(lambda: client.body == DONE)
         assert not client.complete
         original(joined[0])

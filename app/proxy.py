@@ -63,6 +63,8 @@ _RARE = HINTS | {DRY_RUN}
 _WANTED = _RARE | {b"content-length", b"content-type", b"content-encoding", b"x-request-id"}
 _EMPTY_BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
+_DYING_PAUSES = (0.0, 0.02, 0.1, 0.3)
+"""Seconds before each time that a worker which broke a connection is asked whether it is still there."""
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
 """With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
 
@@ -375,7 +377,7 @@ class Turn:
         - a reused connection was closed before any byte of an answer: it was closed already when we wrote into it, so
           the request surely did not run; once more at the same worker, on a fresh connection;
         - no connection can be made: surely nothing ran; the worker is lost, and the turn goes on at another one;
-        - a fresh connection broke before any byte of an answer, and the worker, asked at once, refuses a new one: its
+        - a fresh connection broke before any byte of an answer, and the worker, asked at once, refuses new ones: its
           process is gone, and what it had begun is gone with it; the worker is lost, and the turn goes on at another
           one. Once: a request of which two workers have died is not taken to a third.
 
@@ -620,16 +622,20 @@ class Turn:
         return [t for t in self._proxy.fleet.candidates() if t is not bound and t.in_flight < limit]
 
     async def _is_gone(self, worker: Worker) -> bool:
-        """Whether nobody listens at the worker's address, now."""
-        try:
-            connection = await self._unless_gone(worker.pool.connect(), _discard)
-        except ConnectRefused:
-            self._proxy.metrics.connects.inc(worker.name, "failed")
-            worker.unreachable()
-            return True
-        except AttemptFailed:
-            return False  # a path that is cut says nothing of the worker behind it
-        connection.close()
+        """Whether nobody listens at the worker's address. Asked a few times: a process that is killed loses its
+        connections before the socket that it listens on, and takes new ones in between."""
+        for pause in _DYING_PAUSES:
+            if pause:
+                await self._unless_gone(asyncio.sleep(pause), lambda _: None)
+            try:
+                connection = await self._unless_gone(worker.pool.connect(), _discard)
+            except ConnectRefused:
+                self._proxy.metrics.connects.inc(worker.name, "failed")
+                worker.unreachable()
+                return True
+            except AttemptFailed:
+                return False  # a path that is cut says nothing of the worker behind it
+            connection.close()
         return False
 
     async def _move(self, lost: frozenset[str], error: AttemptFailed) -> None:

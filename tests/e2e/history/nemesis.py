@@ -14,6 +14,7 @@ import json
 import os
 import random
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -250,7 +251,7 @@ class Nemesis:
 
     async def _stop_members(self, members: list[EtcdServer], seconds: float, *, kill: bool) -> None:
         for member in members:
-            await asyncio.to_thread(member.kill if kill else member.pause)
+            await asyncio.to_thread(self._kill if kill else EtcdServer.pause, member)
         try:
             await self._wait(seconds)
         finally:
@@ -259,6 +260,13 @@ class Nemesis:
             await self._leader()
             for member in members:
                 await asyncio.to_thread(member.wait_ready)
+
+    def _kill(self, member: EtcdServer) -> None:
+        if not self._deployment.members_may_be_killed:
+            os.kill(member.pid, signal.SIGTERM)
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, member.pid, os.WEXITED | os.WNOWAIT)
+        member.kill()
 
     async def _compact(self, rng: random.Random) -> None:
         fault = self._begin("compacted")

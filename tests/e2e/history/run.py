@@ -51,12 +51,13 @@ async def run(
     sessions: int = 120,
     think_s: float = 1.0,
     pause_s: tuple[float, float] = (0.5, 1.5),
+    etcd: Path | None = None,
 ) -> Report:
     """Faults for `seconds`; starting, resting and checking come on top."""
     began = time.monotonic()
     with contextlib.ExitStack() as stack:
         processes = Processes(folder)
-        deployment = Deployment(processes, folder, rules)
+        deployment = Deployment(processes, folder, rules, etcd)
         stack.callback(deployment.stop)  # the store last: it goes when nobody needs it any more
         stack.enter_context(processes)
         await deployment.start()

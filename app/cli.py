@@ -31,7 +31,7 @@ from app.tenants import new_key
 from backends import StoreConfigurationError, StoreError
 
 GROUPS: dict[str, tuple[str, ...]] = {
-    "listening": ("host", "port", "processes", "keepalive_timeout"),
+    "listening": ("host", "port", "processes", "keepalive_timeout", "trusted_proxies"),
     "workers": (
         "worker",
         "policy",
@@ -61,7 +61,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "claim_cache",
         "replica",
     ),
-    "limits of a turn": ("connect_timeout", "first_byte_timeout", "idle_timeout", "turn_timeout", "max_body_bytes"),
+    "limits of a turn": (
+        "connect_timeout",
+        "first_byte_timeout",
+        "idle_timeout",
+        "turn_timeout",
+        "max_body_bytes",
+        "max_header_bytes",
+        "client_head_timeout",
+        "client_body_timeout",
+    ),
     "shutdown and log": ("drain_delay", "drain_timeout", "log_level"),
 }
 """Every setting, in the order in which help and documentation show them."""

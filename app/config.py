@@ -33,6 +33,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from app.headers import Forwarding
 from app.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.policies import POLICIES
 from app.tenants import read_keys
@@ -192,6 +193,20 @@ class Settings(BaseSettings):
     worker_ca: Path | None = Field(None, description="CA certificates (PEM) for https workers.")
     worker_tls_verify: bool = Field(True, description="Verify the certificates of https workers.")
     max_body_bytes: int = Field(64 * MIB, ge=1024, description="Largest request body, in bytes.")
+    max_header_bytes: int = Field(
+        65_536, ge=1024, le=1_048_576, description="Largest head of a request: its target and headers, in bytes."
+    )
+    client_head_timeout: float = Field(
+        30.0, ge=0, le=3600, description="Seconds from a request's first byte to the end of its head; 0: no limit."
+    )
+    client_body_timeout: float = Field(
+        60.0, ge=0, le=3600, description="Seconds a client may pause within a request body; 0: no limit."
+    )
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="Proxies in front whose X-Forwarded-* headers are passed on to workers, as addresses or networks; "
+        "*: everybody; repeatable (in a variable: separated by spaces).",
+    )
     keepalive_timeout: int = Field(75, ge=1, le=3600, description="Seconds an idle client connection is kept.")
     drain_delay: float = Field(
         0.0, ge=0, le=600, description="Seconds that /ready fails before the port closes, on a first SIGTERM or SIGINT."
@@ -199,7 +214,7 @@ class Settings(BaseSettings):
     drain_timeout: int = Field(30, ge=0, le=86_400, description="Seconds that running turns get at shutdown.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
 
-    @field_validator("worker", "session_from", mode="before")
+    @field_validator("worker", "session_from", "trusted_proxies", mode="before")
     @classmethod
     def _split_workers(cls, value: Any) -> Any:
         if isinstance(value, str):
@@ -229,6 +244,16 @@ class Settings(BaseSettings):
     @classmethod
     def _check_sources(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         Identifier(value)
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _check_proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                Forwarding((text,))
+            except ValueError:
+                raise ValueError(f"{text!r} is neither an address nor a network; write one like 10.0.0.0/8") from None
         return value
 
     @field_validator("rank_header")

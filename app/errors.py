@@ -40,7 +40,9 @@ TABLE: dict[str, Answer] = {
     "not_found": Answer(404, _INVALID),
     "model_not_found": Answer(404, _INVALID),
     "method_not_allowed": Answer(405, _INVALID),
+    "request_timeout": Answer(408, _INVALID),
     "request_too_large": Answer(413, _INVALID),
+    "head_too_large": Answer(431, _INVALID),
     # placing
     "no_worker": Answer(503, _SERVER, retry=True, retry_after=1),
     "store_unavailable": Answer(503, _SERVER, retry=True, retry_after=1),

@@ -5,6 +5,7 @@ Names are lower-case, as ASGI has them. A request's headers are gone through onc
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Sequence
 
 Header = tuple[bytes, bytes]
@@ -51,6 +52,46 @@ def sort_request(
             drop = {b"connection"}.union(*(connection_named(line) for key, line in headers if key == b"connection"))
             return sort_request([pair for pair in headers if pair[0] not in drop], wanted, kept_back)
     return b"".join(lines), noted
+
+
+FORWARDED = frozenset(
+    {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"x-forwarded-port", b"x-real-ip", b"forwarded"}
+)
+"""What proxies say of who sent a request. Anybody can say it, so only the word of trusted ones is passed on."""
+
+
+class Forwarding:
+    """What workers are told of who sent a request."""
+
+    def __init__(self, trusted: Iterable[str] = ()) -> None:
+        """`trusted`: the proxies in front of us, as addresses or networks; `*`: everybody. Raises ValueError."""
+        texts = list(trusted)
+        self._everybody = "*" in texts
+        self._networks = [ipaddress.ip_network(text) for text in texts if text != "*"]
+
+    def trusts(self, peer: str | None) -> bool:
+        """Whether `peer`, an address, may say for whom it speaks."""
+        if self._everybody or not self._networks:
+            return self._everybody
+        try:
+            address = ipaddress.ip_address(peer or "")
+        except ValueError:
+            return False
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+            address = address.ipv4_mapped
+        return any(address in network for network in self._networks)
+
+    def lines(self, peer: bytes, scheme: bytes, noted: Noted, trusted: bool) -> bytes:
+        """Our own header lines, from the request's `noted` headers, which hold `host` and those of `FORWARDED`."""
+        host = noted.get(b"host", (b"",))[0]
+        if not trusted:
+            return b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\nx-forwarded-host: %b\r\n" % (peer, scheme, host)
+        lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer])
+        if b"x-forwarded-proto" not in noted:
+            lines += b"x-forwarded-proto: %b\r\n" % scheme
+        if b"x-forwarded-host" not in noted:
+            lines += b"x-forwarded-host: %b\r\n" % host
+        return lines
 
 
 def connection_named(value: bytes) -> set[bytes]:

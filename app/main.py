@@ -14,6 +14,7 @@ from app.admin import add_admin
 from app.affinity import Affinity
 from app.api import add_control_plane
 from app.config import Settings, WorkerSpec
+from app.headers import Forwarding
 from app.identity import Identifier, KeyHasher
 from app.metrics import Metrics
 from app.policies import POLICIES
@@ -106,6 +107,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 identifier=Identifier(settings.session_from),
                 tenants=tenants,
                 admins=admins,
+                forwarding=Forwarding(settings.trusted_proxies),
                 rules=Rules(
                     soft_overload=settings.overload if settings.affinity == "soft" else 0,
                     reject_conflicts=settings.hint_conflict == "reject",

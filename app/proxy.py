@@ -1,11 +1,12 @@
-"""The data plane: a turn's life, from the request's first byte to the last of the answer, as raw ASGI.
+"""The data plane: a turn's life, from the request's first byte to the last of the answer.
 
-`Turn.run` reads top to bottom. Response bytes are pushed: the worker's connection calls `on_data`, which drives the
-server's `send` coroutine in place. Only when `send` really suspends (the client's buffer is full) is the worker's
-connection paused, and the rest sent when the client has caught up. No future and no task switch per piece.
+`Turn.run` reads top to bottom. It is a coroutine that is run in place (`app/driven.py`): by the client's connection
+until it waits for the worker's head, and by the worker's connection from there. Response bytes are pushed: the worker's
+connection calls `on_data`, which writes to the client. Only when the client's buffer is full is the worker's connection
+paused, until the client has caught up. No task, no future and no round of the event loop per turn or per piece.
 
-The client's leaving is seen by driving one `receive()` per turn in the same way. It cuts the attempt; nothing of the
-turn's own code is cancelled, so that slots, connections and claims are released by plain `finally`.
+The client's leaving cuts the attempt; nothing of the turn's own code is cancelled, so that slots, connections and
+claims are released by plain `finally`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,26 @@ import copy
 import itertools
 import logging
 import os
-from collections.abc import Callable, Coroutine, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from app import sse
 from app.affinity import Affinity, Entry, Placement
+from app.asgi import AsgiClient, Receive, Scope, Send
+from app.driven import Driven, Wake
 from app.errors import ClientDisconnected, TurnError, error_body, error_response
-from app.headers import NOT_TO_WORKER, Header, Noted, header, response_headers, sort_request
+from app.headers import (
+    FORWARDED,
+    NOT_TO_WORKER,
+    Forwarding,
+    Header,
+    Noted,
+    header,
+    response_headers,
+    sort_request,
+)
 from app.identity import HINTS, Identifier, Identity, KeyHasher, read_hints
 from app.metrics import AFFINITY_OUTCOMES, Metrics
 from app.policies import WORKER_HINT, Policy, least_loaded
@@ -36,6 +48,7 @@ from app.upstream import (
     ConnectFailed,
     ConnectionBroken,
     ConnectRefused,
+    Expected,
     LocalLimit,
     StaleConnection,
     WorkerConnection,
@@ -44,29 +57,56 @@ from app.workers import Fleet, Target, Worker
 
 log = logging.getLogger("coatcheck.proxy")
 
-ON_DISCONNECT = "coatcheck.on_disconnect"
-"""A function in the scope with which a server offers to call when the client leaves. Without it a `receive()` is kept
-pending, as in any ASGI application."""
-BODY_FOLLOWS = "coatcheck.body_follows"
-"""In the message that starts a response: the whole body is sent in the same step of the loop, so that a server may
-write both at once."""
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Coroutine[Any, Any, Message]]
-Send = Callable[[Message], Coroutine[Any, Any, None]]
 T = TypeVar("T")
 
 DRY_RUN = b"x-coatcheck-dry-run"
 """Asks where a turn would go, without sending it there."""
 _RARE = HINTS | {DRY_RUN}
-_WANTED = _RARE | {b"content-length", b"content-type", b"content-encoding", b"x-request-id"}
-_EMPTY_BODY_METHODS = frozenset({"POST", "PUT", "PATCH"})
+_WANTED = _RARE | {b"content-length", b"content-type", b"content-encoding", b"x-request-id", b"host"}
+_STREAMED_FROM = 256 * 1024
+"""Bytes from which on a request body that says nothing of routing goes through as it comes; smaller ones, whole, can be
+sent again."""
+_EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
 _DYING_PAUSES = (0.0, 0.02, 0.1, 0.3)
 """Seconds before each time that a worker which broke a connection is asked whether it is still there."""
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
 """With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
+
+
+class Client(Protocol):
+    """A request, and the way back to who sent it: what a turn needs of the server in front of it."""
+
+    method: bytes
+    raw_path: bytes
+    query: bytes
+    """Without the question mark."""
+    headers: list[Header]
+    """Names in lower case."""
+    peer: str | None
+    """The address that the connection comes from."""
+    scheme: bytes
+    switches: bytes
+    """The protocol that the client asks to go on with; empty: none."""
+
+    async def receive(self) -> tuple[bytes, bool]:
+        """The next piece of the body, and whether more will come. Raises ClientDisconnected."""
+
+    def watch(self) -> None:
+        """The whole body was received. From now on `Turn.client_left` tells when the client leaves."""
+
+    def interim(self, status: int, headers: list[Header]) -> None:
+        """Pass on a 1xx response."""
+
+    def start(self, status: int, headers: list[Header]) -> None:
+        """Begin the answer. Its head may wait for the first piece of the body, or `flush`."""
+
+    def write(self, data: bytes, end: bool) -> bool:
+        """Send a piece of the body. False: the client is slow, and `Turn.client_took` tells when it has taken what was
+        written; anything written before that is kept, in order."""
+
+    def flush(self) -> None:
+        """The next piece may be long in coming."""
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -148,6 +188,7 @@ class Proxy:
         tenants: Tenants | None = None,
         admins: Admins | None = None,
         rules: Rules | None = None,
+        forwarding: Forwarding | None = None,
     ) -> None:
         """Left out: the default sources of ids, no API keys, admins from this machine, hard affinity."""
         self.admins = admins or Admins("")
@@ -156,7 +197,10 @@ class Proxy:
         self.rules = rules or Rules()
         self.decode_fields = msgspec.json.Decoder(_FieldsWithIds if self.identifier.reads_body else _Fields).decode
         self.authenticates = len(self.tenants) > 0
-        self.wanted = _WANTED | self.identifier.wanted | (CREDENTIALS if self.authenticates else frozenset())
+        self.forwarding = forwarding or Forwarding()
+        self.wanted = (
+            _WANTED | FORWARDED | self.identifier.wanted | (CREDENTIALS if self.authenticates else frozenset())
+        )
         self.kept_back = NOT_TO_WORKER | {DRY_RUN, ADMIN_TOKEN}
         self.key_line = b""
         if self.rules.worker_key:
@@ -164,6 +208,8 @@ class Proxy:
             self.key_line = b"authorization: Bearer %b\r\n" % self.rules.worker_key
         if any(target.rank is not None for worker in fleet for target in worker.targets):
             self.kept_back |= {self.rules.rank_header}  # ours to say
+        self.kept_back_of_trusted = self.kept_back | {b"x-forwarded-for"}
+        self.kept_back |= FORWARDED
         self.among_hinted = least_loaded()
         self.fleet, self.policy, self.affinity, self.hasher = fleet, policy, affinity, hasher
         self.metrics, self.limits = metrics, limits
@@ -177,17 +223,22 @@ class Proxy:
         self._request_count = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await AsgiClient(scope, receive, send).run(self.open)
+
+    def open(self, client: Client, over: Callable[[Exception | None], None]) -> Turn:
+        """Begin a turn. `over` is called when it has ended, with the fault that ended it if the server must cut the
+        connection for it."""
         loop = self._loop
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
-        turn = Turn(self, loop, scope, receive, send)
+        turn = Turn(self, loop, client, over)
         self._running.add(turn)
         if self._sweeper is None and self._sweep_every:
             self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)
-        try:
-            await turn.run()
-        finally:
-            self._running.discard(turn)
+        return turn
+
+    def closed(self, turn: Turn) -> None:
+        self._running.discard(turn)
 
     @property
     def turns(self) -> int:
@@ -253,14 +304,18 @@ class Turn:
     _how = "none"
     _slot: Target | None = None
     _connection: WorkerConnection | None = None
-    _client: _Driven | None = None
     _gone = False
     _pending: asyncio.Task[Any] | None = None
-    _done: asyncio.Future[None] | None = None
+    _answering = False
+    _done: Wake | None = None
+    _fault: Exception | None = None
     _failure: AttemptFailed | None = None
-    _stalled: _Driven | None = None
-    _backlog: list[bytes] | None = None
-    _backlog_end = False
+    _upload: Driven | None = None
+    _refusal: TurnError | None = None
+    _more = False
+    _length = -1
+    _stalled = False
+    _over = False
     _held: list[bytes] | None = None
     _held_end = False
     _marker: sse.DoneDetector | None = None
@@ -269,18 +324,40 @@ class Turn:
     _outcome = "completed"
 
     def __init__(
-        self, proxy: Proxy, loop: asyncio.AbstractEventLoop, scope: Scope, receive: Receive, send: Send
+        self,
+        proxy: Proxy,
+        loop: asyncio.AbstractEventLoop,
+        client: Client,
+        over: Callable[[Exception | None], None],
     ) -> None:
-        self._proxy, self._scope, self._receive, self._send = proxy, scope, receive, send
-        self.loop = loop
-        self._started = self.loop.time()
+        self._proxy, self.loop, self._client, self._ended = proxy, loop, client, over
+        self._started = loop.time()
+        self._driven: Driven | None = Driven(self._returned, self._failed)
+
+    def start(self) -> None:
+        """Run up to where it waits for the first time."""
+        assert self._driven is not None
+        self._driven.start(self.run())
+
+    def cancel(self) -> None:
+        """Stop wherever it is, as when the router's time to drain is over."""
+        if self._driven is not None:
+            self._driven.cancel()
+
+    def _returned(self, _: object) -> None:
+        self._driven = None  # it holds us: left alone, both would be garbage for the collector
+        self._ended(None)
+
+    def _failed(self, fault: Exception) -> None:
+        self._driven = None
+        self._ended(fault)
 
     # -- the turn, top to bottom
 
     async def run(self) -> None:
         try:
             await self._read()
-            self._watch_client()
+            self._check_client()
             if self._dry_run:
                 await self._explain()
                 return
@@ -299,16 +376,20 @@ class Turn:
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
             log.exception("turn %s failed", self._request_id.decode("latin-1"))
-            if self._done is not None:
-                raise  # the answer has begun: the server cuts the connection
+            if self._answering:
+                raise  # the server cuts the connection
             await self._refuse(TurnError("internal_error", "the router failed; its log has the reason"))
         finally:
             self._account()
 
     async def _read(self) -> None:
-        """Who asks, the session's identity, the request body (whole, capped), and the fields that routing needs."""
+        """Who asks, the session's identity, the request body (capped), and the fields that routing needs."""
         proxy = self._proxy
-        self._lines, noted = sort_request(self._scope["headers"], proxy.wanted, proxy.kept_back)
+        client = self._client
+        trusted = proxy.forwarding.trusts(client.peer)
+        kept_back = proxy.kept_back_of_trusted if trusted else proxy.kept_back
+        lines, noted = sort_request(client.headers, proxy.wanted, kept_back)
+        self._lines = lines + proxy.forwarding.lines((client.peer or "").encode(), client.scheme, noted, trusted)
         self._request_id = _given_request_id(noted) or proxy.next_request_id()
         if proxy.authenticates:
             self._tenant = proxy.tenants.authenticate(noted)
@@ -321,29 +402,34 @@ class Turn:
         cap = proxy.limits.body_bytes
         declared = noted.get(b"content-length")
         if declared is not None:
-            self._framed = True
-            if int(declared[0]) > cap:
+            self._length = int(declared[0])
+            if self._length > cap:
                 raise _too_large(cap)
-        message = await self._receive()
-        body: bytes = message.get("body", b"")
-        if message.get("more_body", False):
-            pieces, size = [body], len(body)
-            while message.get("more_body", False):
-                message = await self._receive()
-                pieces.append(message.get("body", b""))
-                size += len(pieces[-1])
-                if size > cap:
-                    raise _too_large(cap)
-            body = b"".join(pieces)
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
+        if self._client.switches:
+            return  # what follows is not HTTP
+        body, more = await self._client.receive()
+        if more:
+            if not _routable(noted) and (declared is None or self._length > _STREAMED_FROM):
+                self._more = True  # nothing in it says where to: it goes through as it comes
+            else:
+                pieces, size = [body], len(body)
+                while more:
+                    body, more = await self._client.receive()
+                    pieces.append(body)
+                    size += len(body)
+                    if size > cap:
+                        raise _too_large(cap)
+                body = b"".join(pieces)
         if body:
             if len(body) > cap:
                 raise _too_large(cap)
             self._body = body
-            self._fields = _routing_fields(body, noted, proxy.decode_fields)
-            if identity.session is None and proxy.identifier.reads_body:
-                self._identity = proxy.identifier.identify(noted, self._fields.ids())
+            if not self._more:
+                self._fields = _routing_fields(body, noted, proxy.decode_fields)
+                if identity.session is None and proxy.identifier.reads_body:
+                    self._identity = proxy.identifier.identify(noted, self._fields.ids())
+        if not self._more:
+            self._client.watch()
         if rare or self._fields.nvext is not None:
             self._wish = self._wished(noted)
 
@@ -374,6 +460,8 @@ class Turn:
     async def _attempt(self) -> None:
         """Send the request to the target until a response head is there. This is the law of trying again:
 
+        - a request whose body goes through as it comes, or that asks for another protocol, goes on a fresh connection,
+          and is sent once;
         - a reused connection was closed before any byte of an answer: it was closed already when we wrote into it, so
           the request surely did not run; once more at the same worker, on a fresh connection;
         - no connection can be made: surely nothing ran; the worker is lost, and the turn goes on at another one;
@@ -382,9 +470,13 @@ class Turn:
           one. Once: a request of which two workers have died is not taken to a third.
 
         Nothing else is tried again: the worker may be at work on it."""
-        proxy, scope = self._proxy, self._scope
+        proxy, client = self._proxy, self._client
         lost: frozenset[str] = frozenset()
-        fresh = died = False
+        died = False
+        fresh = once = self._more or bool(client.switches)
+        expected = (
+            Expected.SWITCH if client.switches else Expected.HEAD if client.method == b"HEAD" else Expected.ANSWER
+        )
         while True:
             target = self._target
             assert target is not None
@@ -402,12 +494,17 @@ class Turn:
                     lost |= {worker.name}
                     proxy.metrics.retries.inc("worker_unreachable")
                     await self._move(lost, error)
-                    fresh = False
+                    fresh = once
                     continue
                 proxy.metrics.connects.inc(worker.name, "ok")
                 worker.reached()
             self._connection = connection
-            head = connection.send(self._head(worker, target.rank), self._body, head_only=scope["method"] == "HEAD")
+            body = _chunk(self._body) if self._more and self._length < 0 else self._body
+            head = connection.send(
+                self._head(worker, target.rank), body, expected=expected, on_interim=client.interim, more=self._more
+            )
+            if self._more:
+                self._send_on(connection)
             try:
                 await head
             except StaleConnection:
@@ -419,8 +516,10 @@ class Turn:
                 continue
             except AttemptFailed as error:
                 self._check_client()
+                if self._refusal is not None:
+                    raise self._refusal from error
                 if (
-                    not died
+                    not (died or once)
                     and isinstance(error, ConnectionBroken)
                     and not connection.first_byte
                     and await self._is_gone(worker)
@@ -449,21 +548,22 @@ class Turn:
             entry.closing = True
         headers = response_headers(connection.headers, status)
         headers += self._own_headers()
-        self._done = self.loop.create_future()
-        start = {"type": "http.response.start", "status": status, "headers": headers}
-        if connection.complete and (entry is None or not entry.closing):
-            start[BODY_FOLLOWS] = True
-        await self._send(start)
+        self._done = Wake()
+        self._answering = True
+        self._client.start(status, headers)
         connection.relay(self)
-        await self._done
+        if status == 101:
+            self._send_on(connection)
+        self._client.flush()
+        await self._wait()
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
             await self._close_session()
-            self._done = self.loop.create_future()
+            self._done = Wake()
             held, self._held = self._held, None
             self._push(b"".join(held), self._held_end)
-            if self._failure is not None and self._stalled is None:
+            if self._failure is not None and not self._stalled:
                 self._finish()
-            await self._done
+            await self._wait()
         if self._failure is not None:
             self._check_client()
             await self._break(self._failure)
@@ -475,11 +575,29 @@ class Turn:
             self._outcome = "rejected" if status < 500 else "unplaced" if self._connection is None else "worker_error"
         if self._ends_session and _ends(status):
             await self._end_session()
-        headers += self._own_headers()
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        if self._client is not None:
-            self._client.close()
-        await self._send({"type": "http.response.body", "body": body})
+        await self._answer(status, headers + self._own_headers(), body)
+
+    async def _answer(self, status: int, headers: list[Header], body: bytes) -> None:
+        """With something of our own, whole."""
+        self._answering = True
+        self._client.start(status, headers)
+        await self._say(body, True)
+
+    async def _say(self, data: bytes, end: bool) -> None:
+        """A last piece, of our own."""
+        self._over = True
+        self._done = Wake()
+        if not self._client.write(data, end):
+            self._stalled = True
+            await self._wait()
+        elif self._fault is not None:
+            raise self._fault
+
+    async def _wait(self) -> None:
+        assert self._done is not None
+        await self._done
+        if self._fault is not None:
+            raise self._fault
 
     @property
     def _ends_session(self) -> bool:
@@ -494,7 +612,8 @@ class Turn:
             await self._close_session()
         elif self._identity.session is not None:
             with contextlib.suppress(TurnError):  # the store is away; the claim ends by its TTL
-                await self._proxy.affinity.end(self._proxy.hasher.key(self._tenant, *self._identity.session))
+                key = self._proxy.hasher.key(self._tenant, *self._identity.session)
+                await self._in_task(self._proxy.affinity.end(key), _nothing)
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
@@ -502,7 +621,7 @@ class Turn:
         view, key = None, None
         if identity.session is not None:
             key = proxy.hasher.key(self._tenant, *identity.session)
-            view = await self._unless_gone(proxy.affinity.look_up(key), lambda _: None)
+            view = await self._unless_gone(proxy.affinity.look_up(key), _nothing)
         target: Target
         if view is not None and view.target is not None:
             target, why = view.target, view.source
@@ -512,7 +631,7 @@ class Turn:
             if 0 < proxy.rules.soft_overload <= target.in_flight and (free := self._not_overloaded(target)):
                 target, why, how = copy.copy(proxy.among_hinted)(free), "overload", "bypassed"
         else:
-            target, why = await self._unless_gone(proxy.affinity.choose(self._placement()), lambda _: None)
+            target, why = await self._unless_gone(proxy.affinity.choose(self._placement()), _nothing)
             how = "none" if key is None else "created" if view is None or view.claim is None else "rebound"
         body = _encode_json(
             {
@@ -527,11 +646,7 @@ class Turn:
         )
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        headers.append((b"x-request-id", self._request_id))
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        if self._client is not None:
-            self._client.close()
-        await self._send({"type": "http.response.body", "body": body})
+        await self._answer(200, [*headers, (b"x-request-id", self._request_id)], body)
 
     async def _break(self, failure: AttemptFailed) -> None:
         """The attempt failed after the head. Say so inside an event stream, and never end the body cleanly: clients
@@ -548,7 +663,7 @@ class Turn:
         ):
             code = "worker_stalled" if isinstance(failure, AttemptTimeout) else "worker_stream_broken"
             event = sse.error_event(error_body(TurnError(code, str(failure))), self._last)
-            await self._send({"type": "http.response.body", "body": event, "more_body": True})
+            await self._say(event, False)
 
     def _account(self) -> None:
         """Give everything back, whatever happened."""
@@ -558,13 +673,13 @@ class Turn:
             self._proxy.affinity.release(self._entry)
         if self._connection is not None:
             self._connection.release()
-        for driven in (self._client, self._stalled):  # last: they run the server's code
-            if driven is not None:
-                driven.close()
+        if self._upload is not None:
+            self._upload.close()
         if self._gone:
             self._outcome = "aborted"
         self._proxy.metrics.turn(self._fields.model, self._outcome)
         self._proxy.metrics.turn_seconds.observe(self.loop.time() - self._started)
+        self._proxy.closed(self)
 
     # -- steps of binding and attempting
 
@@ -590,8 +705,7 @@ class Turn:
         message = f"{WORKER_HINT} names no worker of this router"
         if rank is not None:
             message = f"the worker {name} has no rank {rank}"
-        client = self._scope.get("client")
-        if self._proxy.admins.allows(client[0] if client else None, self._scope["headers"]):
+        if self._proxy.admins.allows(self._client.peer, self._client.headers):
             message += f"; it has {', '.join(worker.name for worker in self._proxy.fleet)}"
         return TurnError("unknown_worker", message, param=WORKER_HINT)
 
@@ -626,7 +740,7 @@ class Turn:
         connections before the socket that it listens on, and takes new ones in between."""
         for pause in _DYING_PAUSES:
             if pause:
-                await self._unless_gone(asyncio.sleep(pause), lambda _: None)
+                await self._unless_gone(asyncio.sleep(pause), _nothing)
             try:
                 connection = await self._unless_gone(worker.pool.connect(), _discard)
             except ConnectRefused:
@@ -669,7 +783,7 @@ class Turn:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody
         waited for would be closed by nobody."""
         if self._identity.final:
-            self._bound(await work)
+            self._bound(await self._in_task(work, undo))
             self._check_client()
         else:
             self._bound(await self._unless_gone(work, undo))
@@ -685,15 +799,14 @@ class Turn:
             self._slot = target
 
     def _head(self, worker: Worker, rank: int | None) -> bytes:
-        scope = self._scope
-        query = scope["query_string"]
+        client = self._client
         parts = [
-            scope["method"].encode(),
+            client.method,
             b" ",
             worker.base_path,
-            scope["raw_path"],
-            b"?" if query else b"",
-            query,
+            client.raw_path,
+            b"?" if client.query else b"",
+            client.query,
             worker.host_line,
             self._proxy.key_line,
             self._lines,
@@ -702,7 +815,13 @@ class Turn:
         ]
         if rank is not None:
             parts.append(b"\r\n%b: %d" % (self._proxy.rules.rank_header, rank))
-        if self._body or self._framed or scope["method"] in _EMPTY_BODY_METHODS:
+        if client.switches:
+            parts.append(b"\r\nconnection: upgrade\r\nupgrade: %b" % client.switches)
+        elif self._more:
+            parts.append(
+                b"\r\ntransfer-encoding: chunked" if self._length < 0 else b"\r\ncontent-length: %d" % self._length
+            )
+        elif self._body or self._length >= 0 or client.method in _EMPTY_BODY_METHODS:
             parts.append(b"\r\ncontent-length: %d" % len(self._body))
         parts.append(b"\r\n\r\n")
         return b"".join(parts)
@@ -717,11 +836,27 @@ class Turn:
     # -- the client's leaving, and limits
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
-        """Await, but not longer than the client waits. `undo` gives back a result that came too late."""
+        """Await in a task, but not longer than the client waits. `undo` gives back a result that came too late."""
         if self._gone:
             work.close()
             raise ClientDisconnected
         self._pending = task = self.loop.create_task(work)
+        try:
+            await self._until_done(task, undo)
+        finally:
+            self._pending = None
+        if self._gone:
+            _undo(task, undo)
+            raise ClientDisconnected
+        return task.result()
+
+    async def _in_task(self, work: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
+        """Await in a task, whether the client leaves or not."""
+        task = self.loop.create_task(work)
+        await self._until_done(task, undo)
+        return task.result()
+
+    async def _until_done(self, task: asyncio.Task[T], undo: Callable[[T], object]) -> None:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:  # we are being cancelled ourselves
@@ -731,45 +866,41 @@ class Turn:
                 task.cancel()
                 task.add_done_callback(lambda late: _undo(late, undo))
             raise
-        finally:
-            self._pending = None
-        if self._gone:
-            _undo(task, undo)
-            raise ClientDisconnected
-        return task.result()
-
-    def _watch_client(self) -> None:
-        on_disconnect = self._scope.get(ON_DISCONNECT)
-        if on_disconnect is not None:
-            on_disconnect(self._client_left)
-        else:
-            self._client = _Driven(self._received, self._receive_failed)
-            self._client.start(self._receive())
-        self._check_client()
-
-    def _received(self, message: Message | None) -> None:
-        if message is not None and message["type"] == "http.request":
-            assert self._client is not None
-            self._client.start(self._receive())
-        else:
-            self._client_left()
-
-    def _client_left(self) -> None:
-        self._gone = True
-        if self._pending is not None:
-            self._pending.cancel()
-        if self._connection is not None:
-            self._connection.fail(ConnectionBroken("the client left"))
-        if self._done is not None and not self._done.done() and self._held is None:
-            self._done.set_result(None)
-
-    def _receive_failed(self, fault: Exception) -> None:
-        log.error("turn %s cannot listen to its client", self._request_id.decode("latin-1"), exc_info=fault)
-        self._received(None)
 
     def _check_client(self) -> None:
         if self._gone:
             raise ClientDisconnected
+
+    def _send_on(self, connection: WorkerConnection) -> None:
+        """Begin to pass on what the client goes on to send, while the worker may already answer."""
+        self._upload = Driven(_nothing, self._upload_failed)
+        self._upload.start(self._send_rest(connection))
+
+    async def _send_rest(self, connection: WorkerConnection) -> None:
+        """The rest of a body that goes through as it comes, or all that is said in another protocol."""
+        switched = bool(self._client.switches)
+        chunked = self._length < 0 and not switched
+        cap, size, more = self._proxy.limits.body_bytes, len(self._body), True
+        while more:
+            piece, more = await self._client.receive()
+            size += len(piece)
+            if size > cap and not switched:
+                raise _too_large(cap)
+            if chunked:
+                piece = _chunk(piece) if more else _chunk(piece) + b"0\r\n\r\n"
+            await connection.write(piece)
+        connection.written()
+        self._client.watch()
+
+    def _upload_failed(self, fault: Exception) -> None:
+        if isinstance(fault, TurnError):
+            self._refusal = fault
+        elif isinstance(fault, ClientDisconnected):
+            self._gone = True
+        else:
+            self._fault = fault
+        if self._connection is not None:  # not in place: it may end the turn, and with it what calls us
+            self.loop.call_soon(self._connection.fail, ConnectionBroken("the request was not completed"))
 
     def check_limits(self, now: float) -> None:
         """Cut the attempt when the worker has been silent, or the turn has lasted, longer than is allowed."""
@@ -778,12 +909,38 @@ class Turn:
             return  # connecting and binding have limits of their own
         if limits.total and now - self._started > limits.total:
             connection.fail(AttemptTimeout(f"the turn took longer than {limits.total:g} s"))
-        # While the client is the slow one, the worker is not being read and cannot be blamed.
-        elif self._stalled is None and self._held is None:
+        # While the client is the slow one, the worker is not being read, or has no request, and cannot be blamed.
+        elif not self._stalled and self._held is None and not connection.uploading:
             limit = limits.idle if self._ttft else limits.first_byte
             if limit and now - connection.last_read > limit:
                 what = "sent nothing for" if self._ttft else "did not begin to answer within"
                 connection.fail(AttemptTimeout(f"the worker {what} {limit:g} s"))
+
+    # -- called from the client's connection
+
+    def client_left(self) -> None:
+        self._gone = True
+        if self._pending is not None:
+            self._pending.cancel()
+        if self._connection is not None:
+            self._connection.fail(ConnectionBroken("the client left"))
+        if self._held is None:
+            self._finish()
+
+    def client_took(self) -> None:
+        """The client has taken what was written."""
+        self._stalled = False
+        connection = self._connection
+        if self._over or self._failure is not None or self._held is not None:
+            self._finish()
+        elif connection is not None:
+            connection.last_read = self.loop.time()  # the wait was not the worker's
+            connection.resume()
+
+    def client_failed(self, fault: Exception) -> None:
+        """The server cannot answer any more. Raised where the turn waits; in a callback nobody would hear it."""
+        self._fault = fault
+        self._finish()
 
     # -- the sink: called from the worker's connection
 
@@ -802,7 +959,7 @@ class Turn:
 
     def on_failure(self, failure: AttemptFailed) -> None:
         self._failure = failure
-        if self._stalled is None:
+        if not self._stalled:
             self._finish()
 
     def _hold(self, data: bytes, end: bool) -> bool:
@@ -813,124 +970,30 @@ class Turn:
         if not end and not self._marker.feed(data):
             return False
         self._held, self._held_end = [data], end
-        if self._stalled is None:
+        if not self._stalled:
             self._finish()
         return True
 
     def _push(self, data: bytes, end: bool) -> None:
-        if self._stalled is not None:
-            (self._backlog or self._new_backlog()).append(data)
-            self._backlog_end = end
-            return
-        if not data and not end:
-            return
         self._last = data
-        if end and self._client is not None:
-            self._client.close()  # the server answers a pending receive() with a disconnect when the response is done
-        sending = self._send({"type": "http.response.body", "body": data, "more_body": not end})
-        try:
-            waits_for = sending.send(None)
-        except StopIteration:
+        self._over = end
+        if self._client.write(data, end):
             if end:
                 self._finish()
-            return
-        except Exception as fault:
-            self._send_failed(fault)
-            return
-        assert self._connection is not None
-        self._connection.pause()
-        self._backlog_end = end
-        self._stalled = _Driven(self._unstall, self._send_failed)
-        self._stalled.adopt(sending, waits_for)
-
-    def _unstall(self, _: Any) -> None:
-        """The client has taken what was stuck."""
-        self._stalled = None
-        connection = self._connection
-        assert connection is not None
-        if self._backlog:
-            backlog, self._backlog = self._backlog, None
-            self._push(b"".join(backlog), self._backlog_end)
-        if self._stalled is not None:
-            return
-        if self._backlog_end or self._failure is not None or self._held is not None:
-            self._finish()
-        else:
-            connection.last_read = self.loop.time()  # the wait was not the worker's
-            connection.resume()
-
-    def _send_failed(self, fault: Exception) -> None:
-        """The server's fault, or ours. Raised where the turn waits; in a connection's callback nobody would hear it."""
-        if self._done is not None and not self._done.done():
-            self._done.set_exception(fault)
-
-    def _new_backlog(self) -> list[bytes]:
-        self._backlog = []
-        return self._backlog
+        elif not self._stalled:
+            self._stalled = True
+            if self._connection is not None:
+                self._connection.pause()
 
     def _finish(self) -> None:
-        if self._done is not None and not self._done.done():
-            self._done.set_result(None)
+        """Go on where the turn waits. The last thing that a callback does."""
+        if self._done is not None:
+            self._done.set()
 
     async def _close_session(self) -> None:
         entry = self._entry
         if entry is not None and entry.closing and entry.active == 1:
-            await self._proxy.affinity.close(entry)
-
-
-class _Driven:
-    """A coroutine run step by step on the loop, without a task of its own; `returned` gets what it returns, or None
-    when it was cancelled, `failed` what it raises. It must be one that only awaits futures, as ASGI servers' `send` and
-    `receive` are."""
-
-    __slots__ = ("_coroutine", "_failed", "_returned", "_waits_for")
-
-    def __init__(self, returned: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
-        self._returned, self._failed = returned, failed
-        self._coroutine: Coroutine[Any, Any, Any] | None = None
-        self._waits_for: Any = None
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        self._coroutine = coroutine
-        self._step(None)
-
-    def adopt(self, coroutine: Coroutine[Any, Any, Any], waits_for: Any) -> None:
-        """Go on with a coroutine that has been started and waits for a future."""
-        self._coroutine = coroutine
-        self._wait(waits_for)
-
-    def close(self) -> None:
-        """Stop, wherever it is. Idempotent."""
-        coroutine, self._coroutine = self._coroutine, None
-        if coroutine is not None:
-            if self._waits_for is not None:
-                self._waits_for.remove_done_callback(self._step)
-            coroutine.close()
-
-    def _wait(self, waits_for: Any) -> None:
-        self._waits_for = waits_for
-        if waits_for is None:  # a bare yield, as of asyncio.sleep(0)
-            asyncio.get_running_loop().call_soon(self._step, None)
-        else:
-            waits_for._asyncio_future_blocking = False  # as a Task does with a future it is given
-            waits_for.add_done_callback(self._step)
-
-    def _step(self, _: Any) -> None:
-        if self._coroutine is None:
-            return
-        try:
-            waits_for = self._coroutine.send(None)
-        except StopIteration as stop:
-            self._coroutine = None
-            self._returned(stop.value)
-        except asyncio.CancelledError:
-            self._coroutine = None
-            self._returned(None)
-        except Exception as fault:
-            self._coroutine = None
-            self._failed(fault)
-        else:
-            self._wait(waits_for)
+            await self._in_task(self._proxy.affinity.close(entry), _nothing)
 
 
 def _ends(status: int) -> bool:
@@ -966,12 +1029,27 @@ def _given_request_id(noted: Noted) -> bytes | None:
     return values[0] if values and 0 < len(values[0]) <= 128 and values[0].isascii() else None
 
 
+def _routable(noted: Noted) -> bool:
+    """Whether a request body may say where its turn is to go."""
+    kind = noted.get(b"content-type")
+    return b"content-encoding" not in noted and (kind is None or b"json" in kind[0].lower())
+
+
+def _chunk(data: bytes) -> bytes:
+    """One chunk of a body without a length (RFC 9112 7.1). Of no bytes none: that would be the end."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
 def _too_large(cap: int) -> TurnError:
     return TurnError("request_too_large", f"the request body is larger than {cap} bytes")
 
 
 def _discard(connection: WorkerConnection) -> None:
     connection.close()
+
+
+def _nothing(_: object) -> None:
+    pass
 
 
 def _undo(task: asyncio.Task[T], undo: Callable[[T], object]) -> None:

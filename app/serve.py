@@ -25,7 +25,7 @@ import uvicorn
 from app import children
 from app.config import Settings, dump_settings, mask
 from app.main import SETTINGS_VARIABLE, Router, app_from_environment, create_app, is_proxied
-from app.server import client_protocol
+from app.server import ClientLimits, client_protocol
 
 log = logging.getLogger("coatcheck")
 
@@ -119,7 +119,16 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http=client_protocol(lambda path: router.proxy if is_proxied(path) else None, lambda: router.draining),
+                http=client_protocol(
+                    lambda path: router.proxy if is_proxied(path) else None,
+                    lambda: router.draining,
+                    ClientLimits(
+                        head_bytes=settings.max_header_bytes,
+                        head_wait=settings.client_head_timeout,
+                        body_wait=settings.client_body_timeout,
+                        idle=settings.keepalive_timeout,
+                    ),
+                ),
                 ws="none",
                 lifespan="on",
                 log_config=None,
@@ -128,7 +137,6 @@ class Server(uvicorn.Server):
                 date_header=False,
                 proxy_headers=False,
                 backlog=_BACKLOG,
-                timeout_keep_alive=settings.keepalive_timeout,
                 timeout_graceful_shutdown=settings.drain_timeout,
             )
         )

@@ -1,16 +1,16 @@
-"""The client's side of the data plane under uvicorn: its HTTP protocol, with our own response writer for proxied paths.
+"""The client's side of the data plane: our HTTP/1.1 protocol under uvicorn's server.
 
-uvicorn's parser, pipelining and flow control stay. What differs, and why:
-- the response head is written together with the first piece of the body when that follows at once, as it does in every
-  answer that is not a stream: one system call and one packet less (measured: a fifth of a JSON turn's CPU);
-- header names and values are not checked again: they come from llhttp or from us;
-- a body to an HTTP/1.0 client is ended by closing, never chunked, which such a client cannot read (RFC 9112 7.1);
-- a response that its worker did not complete is cut without the noise of a fault of the application;
-- a request that is not HTTP gets an error of OpenAI's shape;
-- an offer to change the protocol (h2c, WebSocket) is declined and its request served, body and all;
-- a turn may ask to be called when its client leaves (`coatcheck.on_disconnect` in the scope), which spares it a pending
-  `receive()`, and is also told when another request was pipelined behind it.
-The proxy itself stays plain ASGI and runs under any server.
+uvicorn keeps what it is good at: listening, the lifespan, draining, and the control plane's requests, which its own
+protocol serves. Proxied requests are ours from the parser on, because every layer between a client's socket and a
+turn costs more than the turn itself:
+- a turn runs in the read callback that completed its request, without a task (`app/driven.py`), and writes to the
+  client's transport from the worker's read callback;
+- the response head travels with the first piece of the body when that is there, in one system call;
+- one timer for all connections watches how long each is idle, or slow to send its request, instead of one per request.
+
+And because a router must be exact where an application server need not be: requests that two readers could take for
+different ones are refused (RFC 9112 11.2), heads and waits are bounded, bodies to HTTP/1.0 clients end by closing,
+offers to change the protocol are declined but for WebSocket, and every error has OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -18,18 +18,34 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from collections.abc import Callable, Coroutine
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+import msgspec
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.errors import TurnError, error_response
-from app.proxy import BODY_FOLLOWS, ON_DISCONNECT
+from app.driven import Wake
+from app.errors import ClientDisconnected, TurnError, error_response
+from app.headers import Header, connection_named
+from app.proxy import Proxy, Turn
 
 log = logging.getLogger("coatcheck.server")
 
-Application = Callable[..., Coroutine[Any, Any, None]]
+
+class ClientLimits(msgspec.Struct, frozen=True):
+    """Bounds of what a client may send: bytes, and seconds (0: none)."""
+
+    head_bytes: int = 65536
+    head_wait: float = 30.0
+    """From a request's first byte to the end of its head."""
+    body_wait: float = 60.0
+    """Without a byte of its body."""
+    idle: float = 5.0
+    """Between requests."""
 
 
 def _status_line(status: int) -> bytes:
@@ -40,67 +56,581 @@ def _status_line(status: int) -> bytes:
     return f"HTTP/1.1 {status} {phrase}\r\n".encode()
 
 
-_STATUS_LINES = {status: _status_line(status) for status in range(200, 600)}
+_STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
+_DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
+"""A segment that would lead elsewhere (RFC 3986 5.2.4)."""
+_ONCE = frozenset({b"host", b"transfer-encoding", b"expect"})
+_LEFT_OVER = 64 << 20
+"""Bytes of a request body that are still read after its answer, for the sake of clients that read only then."""
 
 
 class ClientProtocol(HttpToolsProtocol):
     """One client connection. `client_protocol` makes the class that uvicorn is given as `http=`."""
 
-    route: Callable[[str], Application | None]
-    """The application whose answers to a path go through our writer, if any."""
+    route: Callable[[str], Proxy | None]
+    """The proxy that answers to a path, if any."""
     draining: Callable[[], bool]
     """Whether the process is about to stop."""
-    _serving: Response | None = None
+    limits: ClientLimits
+    watchman: Watchman
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    peer: str | None = None
+    scheme_name = b""
+    cycle: Any
+    _since = 0.0
+    """When what we wait for began; for a body, its last byte."""
+    _awaits_head = False
+    """A request has begun and its head is not complete."""
+    _head_bytes = 0
+    _hosts = 0
+    _coded = False
+    _current: Any = None
+    """What is being answered; `cycle` is what was read last."""
+    _next: Exchange | None = None
+    """To be started when the parser has returned."""
+    _tunnel: Exchange | None = None
+    """The connection speaks another protocol now."""
+    _refused = False
+    """What follows cannot be read."""
+
+    # -- asyncio's side
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.peer = self.client[0] if self.client else None
+        self.scheme_name = b"https" if self.scheme == "https" else b"http"
+        self._since = self.loop.time()
+        self.watchman.watch(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.watchman.forget(self)
+        current, self.cycle = self._current, None
+        self._next = None
+        self.pipeline.clear()
+        super().connection_lost(exc)
+        if type(current) is Exchange:
+            current.left()
+        elif current is not None and not current.response_complete:
+            current.disconnected = True
+            current.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._awaits_head:
+            self._since = self.loop.time()
+        if self._tunnel is not None:
+            self._tunnel.feed(data)
+            self._tunnel.wake()
+            return
+        if self._refused:
+            return
+        try:
+            self._parse(data)
+        except TurnError as error:
+            self._refuse(error)
+            return
+        exchange = self._next
+        if exchange is not None:
+            self._next = None
+            exchange.begin()
+        elif type(self.cycle) is Exchange:
+            self.cycle.wake()
+
+    def _parse(self, data: bytes) -> None:
+        """Raises TurnError."""
+        had_begun = self._awaits_head
+        while True:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as offer:
+                data = data[offer.args[0] :]
+                exchange = self.cycle
+                if type(exchange) is Exchange and exchange.switches:
+                    self._tunnel = exchange
+                    exchange.feed(data)
+                    return
+                self._decline_upgrade()
+                if data:
+                    continue
+            except httptools.HttpParserCallbackError as error:
+                if isinstance(error.__context__, TurnError):
+                    raise error.__context__ from None
+                raise
+            except httptools.HttpParserError as error:
+                raise _not_http() from error
+            break
+        if had_begun and self._awaits_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > self.limits.head_bytes:
+                raise _head_too_large(self.limits.head_bytes)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if type(self._current) is Exchange:
+            self._current.took()
+
+    def check(self, now: float) -> None:
+        """Called every now and then: close what is idle, refuse what is slow."""
+        limits, cycle = self.limits, self.cycle
+        waited = now - self._since
+        if self._awaits_head:
+            if limits.head_wait and waited > limits.head_wait:
+                self._refuse(TurnError("request_timeout", f"no complete request within {limits.head_wait:g} s"))
+        elif cycle is None or cycle.response_complete:
+            if waited > limits.idle and not self.pipeline:
+                self.transport.close()
+        elif limits.body_wait and waited > limits.body_wait and cycle.more_body and not self.flow.read_paused:
+            self._refuse(TurnError("request_timeout", f"nothing of the request body for {limits.body_wait:g} s"))
+
+    # -- the parser's side
+
+    def on_message_begin(self) -> None:
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+        self._hosts, self._coded = 0, False
+        self._awaits_head = True
+        self._head_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._awaits_head:
+            return  # a trailer: those end here
+        name = name.lower()
+        if name in _ONCE:
+            if name == b"host":
+                self._hosts += 1
+            elif name == b"expect":
+                self.expect_100_continue = value.lower() == b"100-continue"
+            elif self._coded or value.lower() != b"chunked":
+                raise TurnError("invalid_request", "the only transfer coding that is understood is chunked")
+            else:
+                self._coded = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        self._awaits_head = False
+        parser, url = self.parser, self.url
+        version = parser.get_http_version()
+        if len(url) + sum(map(_header_size, self.headers)) > self.limits.head_bytes:
+            raise _head_too_large(self.limits.head_bytes)
+        if version == "1.1":
+            if self._hosts != 1:
+                raise TurnError("invalid_request", "a request needs exactly one Host")
+        elif version != "1.0" or self._hosts > 1 or self._coded:
+            raise _not_http()
+        raw_path, query = _split_target(url)
+        try:
+            path = raw_path.decode("ascii")
+        except UnicodeDecodeError:
+            raise TurnError("invalid_request", "the request target is not ASCII") from None
+        if "%" in path:
+            path = unquote(path)
+        proxy = self.route(path)
+        if proxy is None:
+            self._serve_control()
+            return
+        if "." in path and _DOTS.search(path.encode("utf-8", "replace")):
+            raise TurnError("invalid_request", "the path of the request leads elsewhere")
+        before = self.cycle
+        exchange = Exchange(self, proxy, raw_path, query, version == "1.1")
+        self.cycle = exchange  # with all that uvicorn uses of one
+        if before is None or before.response_complete:
+            self._start(exchange)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((exchange, None))  # type: ignore[arg-type]
+
+    def on_body(self, body: bytes) -> None:
+        cycle = self.cycle
+        if type(cycle) is Exchange:
+            cycle.feed(body)
+        else:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        cycle = self.cycle
+        if type(cycle) is Exchange:
+            cycle.received()
+        else:
+            super().on_message_complete()
+
+    def _serve_control(self) -> None:
+        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        super().on_message_begin()
+        self.url, self.expect_100_continue = url, expects
+        self.headers = self.scope["headers"] = headers
+        super().on_headers_complete()
+
+    def _start(self, exchange: Exchange) -> None:
         if self.draining():
             # Whoever keeps this connection alive (a load balancer) must not write the next request into it just as it
             # is closed: a request that may have been received cannot be sent again.
+            exchange.keep_alive = False
+        self._current = self._next = exchange
+        self.tasks.add(exchange)  # type: ignore[arg-type]  # waited for, and cancelled, at shutdown
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if type(cycle) is Exchange:
+            self._start(cycle)
+            self.loop.call_soon(self._start_next)
+            return
+        if self.draining():
             cycle.keep_alive = False
-        proxy = self.route(cycle.scope["path"])
-        if proxy is not None:
-            app = proxy
-            self._serving = cycle = Response(cycle, self.loop)  # type: ignore[assignment]  # all that is used of one
+        self._current = cycle
         super()._start_asgi_task(cycle, app)
 
-    def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
-        while data:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as offer:
-                data = data[offer.args[0] :]
-                self._decline_upgrade()
-            except httptools.HttpParserError:
-                self.send_400_response("")
-                return
+    def _start_next(self) -> None:
+        exchange, self._next = self._next, None
+        if exchange is not None and not exchange.disconnected:
+            exchange.begin()
+
+    def on_response_complete(self) -> None:
+        self._current = None
+        self._since = self.loop.time()
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+
+    def ended(self, exchange: Exchange) -> None:
+        """The turn has ended."""
+        self.tasks.discard(exchange)
 
     def _decline_upgrade(self) -> None:
         """Go on as if the request had offered no other protocol (RFC 9110 7.8), as Java's client does in every one.
         httptools takes the head for the whole message then, and the body for something else."""
+        cycle = self.cycle
         framing = [
             b"%b: %b\r\n" % pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")
         ]
-        if framing and not self.cycle.response_complete:
-            self.cycle.more_body = True
+        if framing and not cycle.response_complete:
+            cycle.more_body = True
             self.parser = _parser_in_body(self, b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(framing))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self._serving is not None:
-            self._serving.left()
-            self._serving = None
+    # -- refusing
 
     def send_400_response(self, msg: str) -> None:
-        answering = self._serving._cycle if self._serving is not None else self.cycle
-        if answering is not None and answering.response_started and not answering.response_complete:
-            self.transport.close()  # an error amid the bytes of another answer would be taken for a part of it
-            return
-        status, headers, body = error_response(TurnError("invalid_request", "the request is not valid HTTP/1.1"))
+        self._refuse(_not_http())
+
+    def _refuse(self, error: TurnError) -> None:
+        """Answer what is no proper request, and close. Nothing that comes after it is read."""
+        self._refused = True
+        self._awaits_head = False
+        current, self._next = self._current, None
+        if type(current) is Exchange:
+            if current.give_up(error):
+                return
+        elif current is not None and not current.response_complete:
+            if current.response_started:
+                self.transport.close()  # an error amid the bytes of another answer would be taken for a part of it
+                return
+            current.disconnected = True
+            current.message_event.set()
+        status, headers, body = error_response(error)
         lines = [b"%b: %b\r\n" % pair for pair in headers]
         self.transport.write(b"".join([_STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))
         self.transport.close()
+
+
+def client_protocol(
+    route: Callable[[str], Proxy | None],
+    draining: Callable[[], bool] = lambda: False,
+    limits: ClientLimits | None = None,
+) -> type[ClientProtocol]:
+    """The protocol class that gives requests for a path to the proxy that `route` answers, if any, and which ends each
+    connection with its next answer while `draining`."""
+    limits = limits or ClientLimits()
+    attributes = {
+        "route": staticmethod(route),
+        "draining": staticmethod(draining),
+        "limits": limits,
+        "watchman": Watchman(limits),
+    }
+    return type("ClientProtocol", (ClientProtocol,), attributes)
+
+
+class Watchman:
+    """One timer for the waits of all connections."""
+
+    def __init__(self, limits: ClientLimits) -> None:
+        waits = [wait for wait in (limits.head_wait, limits.body_wait, limits.idle) if wait]
+        self._every = min(1.0, max(0.02, min(waits) / 4)) if waits else 0.0
+        self._watched: set[ClientProtocol] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, connection: ClientProtocol) -> None:
+        self._watched.add(connection)
+        if self._timer is None and self._every:
+            self._timer = connection.loop.call_later(self._every, self._round, connection.loop)
+
+    def forget(self, connection: ClientProtocol) -> None:
+        self._watched.discard(connection)
+        if not self._watched and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _round(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        self._timer = loop.call_later(self._every, self._round, loop)
+        for connection in tuple(self._watched):
+            connection.check(now)
+
+
+class Exchange:
+    """One proxied request and its answer, as `app.proxy.Client`, and as that of a cycle which uvicorn looks at."""
+
+    __slots__ = (
+        "_chunked",
+        "_head",
+        "_http_1_1",
+        "_news",
+        "_no_body",
+        "_pieces",
+        "_protocol",
+        "_proxy",
+        "_refusal",
+        "_size",
+        "_transport",
+        "_turn",
+        "disconnected",
+        "headers",
+        "keep_alive",
+        "method",
+        "more_body",
+        "peer",
+        "query",
+        "raw_path",
+        "response_complete",
+        "response_started",
+        "scheme",
+        "switches",
+        "waiting_for_100_continue",
+    )
+
+    def __init__(self, protocol: ClientProtocol, proxy: Proxy, raw_path: bytes, query: bytes, http_1_1: bool) -> None:
+        parser = protocol.parser
+        self._protocol, self._proxy = protocol, proxy
+        self._transport = protocol.transport
+        self.peer, self.scheme = protocol.peer, protocol.scheme_name
+        self._http_1_1 = http_1_1
+        self.method: bytes = parser.get_method()
+        self.raw_path, self.query, self.headers = raw_path, query, protocol.headers
+        self.keep_alive: bool = http_1_1 and parser.should_keep_alive()
+        self.waiting_for_100_continue = protocol.expect_100_continue
+        self.switches = b""
+        if http_1_1 and self.method == b"GET" and parser.should_upgrade():
+            self.switches = _websocket(protocol.headers)
+        self.disconnected = self.response_started = self.response_complete = False
+        self.more_body = True
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._news: Wake | None = None
+        self._refusal: TurnError | None = None
+        self._turn: Turn | None = None
+        self._head: bytes | None = None
+        self._chunked = self._no_body = False
+
+    # -- the request's coming
+
+    def begin(self) -> None:
+        self._turn = turn = self._proxy.open(self, self._ended)
+        turn.start()
+
+    def feed(self, data: bytes) -> None:
+        """A piece of the body has come. Its turn hears of it by `wake`."""
+        self._size += len(data)
+        if self.response_complete:
+            if self._size > _LEFT_OVER:
+                self._transport.close()
+            return
+        if data:
+            self._pieces.append(data)
+        if self._size > HIGH_WATER_LIMIT:
+            self._protocol.flow.pause_reading()
+
+    def received(self) -> None:
+        """The body is complete."""
+        if not self.switches:
+            self.more_body = False
+
+    def wake(self) -> None:
+        news = self._news
+        if news is not None and (self._pieces or not self.more_body):
+            self._news = None
+            news.set()
+
+    def give_up(self, error: TurnError) -> bool:
+        """What follows cannot be read. Answers whether a turn takes care of the answer: of this request if it is
+        complete, of the error if not."""
+        self.keep_alive = False
+        if self._turn is None:
+            if self.more_body:
+                self._protocol.ended(self)
+                return False
+            self.begin()
+        elif self.more_body:
+            self._refusal = error
+            news, self._news = self._news, None
+            if news is not None:
+                news.set()
+        return True
+
+    def left(self) -> None:
+        """The connection is gone."""
+        self.disconnected = True
+        if self.response_complete:
+            return  # the client, or we, closed after the answer: nobody left early
+        news, self._news = self._news, None
+        turn = self._turn
+        if news is not None:
+            news.set()
+        if turn is not None:
+            turn.client_left()
+
+    def took(self) -> None:
+        if self._turn is not None:
+            self._turn.client_took()
+
+    def cancel(self, msg: object = None) -> None:
+        """As uvicorn does with the tasks that did not end in time."""
+        if self._turn is not None:  # not in place: the set that we are in is being gone through
+            self._protocol.loop.call_soon(self._turn.cancel)
+
+    def _ended(self, fault: Exception | None) -> None:
+        self._turn = None
+        if fault is not None:
+            log.error("a turn failed after its answer had begun", exc_info=fault)
+        if not self.response_complete and not self.disconnected:
+            self.flush()
+            self._transport.close()  # without the end that the client waits for
+        self._protocol.ended(self)
+
+    # -- what a turn asks for
+
+    async def receive(self) -> tuple[bytes, bool]:
+        if self.waiting_for_100_continue:
+            self.waiting_for_100_continue = False
+            if self.more_body and not self._pieces and not self.response_started:
+                self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self.more_body and not self._pieces:
+            if self._refusal is None and not self.disconnected:
+                self._protocol.flow.resume_reading()
+                self._news = news = Wake()
+                await news
+            if self._refusal is not None and self.more_body and not self._pieces:
+                raise self._refusal
+        if self.disconnected:
+            raise ClientDisconnected
+        pieces, self._pieces = self._pieces, []
+        self._size = 0
+        self._protocol.flow.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces), self.more_body
+
+    def watch(self) -> None:
+        # A connection that is not read is not seen to close.
+        self._protocol.flow.resume_reading()
+
+    def interim(self, status: int, headers: list[Header]) -> None:
+        if self._http_1_1 and not self.response_started and not self.disconnected:
+            lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in _FRAMING]
+            self._transport.write(b"".join([_STATUS_LINES[status], *lines, b"\r\n"]))
+
+    def start(self, status: int, headers: list[Header]) -> None:
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        lines = [_STATUS_LINES[status]]
+        if status == 101:
+            lines += (b"connection: upgrade\r\nupgrade: ", self.switches, b"\r\n")
+            self.keep_alive = False
+        elif self.switches:
+            self.keep_alive = False  # what was sent behind the request is no HTTP
+        self._no_body = self.method == b"HEAD" or status in (204, 304)
+        sized = self._no_body or status == 101
+        for name, value in headers:
+            if name == b"content-length":
+                sized = True
+            lines += (name, b": ", value, b"\r\n")
+        if not sized:
+            if self._http_1_1:
+                self._chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                self.keep_alive = False
+        if not self.keep_alive and status != 101:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        self._head = b"".join(lines)
+
+    def write(self, data: bytes, end: bool) -> bool:
+        if self.disconnected:
+            return True
+        if self._no_body:
+            data = b""
+        elif self._chunked:
+            if data:
+                data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if end else b"%x\r\n%b\r\n" % (len(data), data)
+            elif end:
+                data = b"0\r\n\r\n"
+        if self._head is not None:
+            data = self._head + data
+            self._head = None
+        if data:
+            self._transport.write(data)
+        protocol = self._protocol
+        if end:
+            self.response_complete = True
+            self._pieces = []
+            if not self.keep_alive:
+                self._transport.close()
+            protocol.on_response_complete()
+            return True
+        return not protocol.flow.write_paused
+
+    def flush(self) -> None:
+        head, self._head = self._head, None
+        if head is not None and not self.disconnected:
+            self._transport.write(head)
+
+
+_FRAMING = frozenset({b"connection", b"transfer-encoding", b"content-length", b"upgrade", b"keep-alive"})
+
+
+def _header_size(header: Header) -> int:
+    return len(header[0]) + len(header[1]) + 4
+
+
+def _split_target(url: bytes) -> tuple[bytes, bytes]:
+    """Path and query of a request target, as they came. Raises TurnError for what names no resource of ours."""
+    if b"#" in url:
+        raise TurnError("invalid_request", "a request target has no fragment")
+    if not url.startswith(b"/"):
+        # The absolute form (RFC 9112 3.2.2); its authority means no more to us than Host does.
+        scheme, found, rest = url.partition(b"://")
+        if not found or scheme.lower() not in (b"http", b"https"):
+            raise TurnError("invalid_request", "the request target is not a path")
+        authority, slash, path = rest.partition(b"/")
+        if b"?" in authority:
+            raise TurnError("invalid_request", "the request target has no path")
+        url = slash + path or b"/"
+    path, _, query = url.partition(b"?")
+    return path, query
+
+
+def _websocket(headers: Sequence[Header]) -> bytes:
+    """`websocket` if that is what a request asks to go on with (RFC 6455 4.1), else nothing."""
+    named = any(b"upgrade" in connection_named(value) for name, value in headers if name == b"connection")
+    asked = [value.strip().lower() for name, value in headers if name == b"upgrade"]
+    bodiless = not any(name in (b"content-length", b"transfer-encoding") for name, _ in headers)
+    return b"websocket" if named and asked == [b"websocket"] and bodiless else b""
+
+
+def _not_http() -> TurnError:
+    return TurnError("invalid_request", "the request is not valid HTTP/1.1")
+
+
+def _head_too_large(limit: int) -> TurnError:
+    return TurnError("head_too_large", f"the head of the request is larger than {limit} bytes")
 
 
 def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
@@ -121,128 +651,3 @@ def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
     parser.feed_data(head)
     callbacks.in_head = False
     return parser
-
-
-def client_protocol(
-    route: Callable[[str], Application | None], draining: Callable[[], bool] = lambda: False
-) -> type[ClientProtocol]:
-    """The protocol class that gives requests for a path straight to the application that `route` answers, if any, and
-    which ends each connection with its next answer while `draining`."""
-    methods = {"route": staticmethod(route), "draining": staticmethod(draining)}
-    return type("ClientProtocol", (ClientProtocol,), methods)
-
-
-class Response:
-    """Writes one response for uvicorn's request cycle, whose state it keeps as the cycle itself would."""
-
-    __slots__ = ("_chunked", "_cycle", "_flush", "_head", "_left", "_loop", "_no_body")
-
-    def __init__(self, cycle: RequestResponseCycle, loop: asyncio.AbstractEventLoop) -> None:
-        self._cycle = cycle
-        self._loop = loop
-        self._head: bytes | None = None
-        self._flush: asyncio.Handle | None = None
-        self._chunked = False
-        self._no_body = False
-        self._left: Callable[[], None] | None = None
-        cycle.scope[ON_DISCONNECT] = self.on_disconnect  # type: ignore[literal-required]
-
-    def on_disconnect(self, left: Callable[[], None]) -> None:
-        """`left` is called once, in the loop, when the client leaves before the answer is complete."""
-        cycle = self._cycle
-        self._left = left
-        cycle.flow.resume_reading()  # as a receive() would: a connection that is not read is not seen to close
-        if cycle.disconnected:
-            left()
-
-    def left(self) -> None:
-        """The connection is gone."""
-        left, self._left = self._left, None
-        if self._cycle.response_complete:
-            return  # the client, or we, closed after the answer: nobody left early
-        self._cycle.disconnected = True
-        if left is not None:
-            left()
-
-    async def run_asgi(self, app: Application) -> None:
-        cycle = self._cycle
-        try:
-            await app(cycle.scope, cycle.receive, self.send)
-        except Exception:
-            log.exception("a turn failed after its answer had begun")
-        finally:
-            if not cycle.response_complete and not cycle.disconnected:
-                self._write_head()
-                cycle.transport.close()  # without the end that the client waits for
-            cycle.on_response = _nothing
-            self._left = None
-            del cycle.scope[ON_DISCONNECT]  # type: ignore[misc]  # it holds us: left alone, all this would be a cycle
-
-    async def send(self, message: Any) -> None:
-        cycle = self._cycle
-        if cycle.flow.write_paused and not cycle.disconnected:
-            await cycle.flow.drain()
-        if cycle.disconnected:
-            return
-        if message["type"] == "http.response.body":
-            self._body(cycle, message.get("body", b""), message.get("more_body", False))
-        else:
-            self._start(cycle, message["status"], message["headers"])
-            if BODY_FOLLOWS not in message:
-                # A stream's first piece may be long in coming: the client is not kept from the head.
-                self._flush = self._loop.call_soon(self._write_head)
-
-    def _start(self, cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        cycle.response_started = True
-        cycle.waiting_for_100_continue = False
-        self._no_body = cycle.scope["method"] == "HEAD" or status in (204, 304)
-        sized = False
-        lines = [_STATUS_LINES[status]]
-        for name, value in headers:
-            if name == b"content-length":
-                sized = True
-            lines += (name, b": ", value, b"\r\n")
-        if not sized and not self._no_body:
-            if cycle.scope["http_version"] == "1.1":
-                self._chunked = True
-                lines.append(b"transfer-encoding: chunked\r\n")
-            else:
-                cycle.keep_alive = False
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
-
-    def _write_head(self) -> None:
-        head, self._head = self._head, None
-        if head is not None and not self._cycle.disconnected:
-            self._cycle.transport.write(head)
-
-    def _body(self, cycle: RequestResponseCycle, body: bytes, more: bool) -> None:
-        head = self._head
-        if self._no_body:
-            data = b""
-        elif self._chunked:
-            if body:
-                data = b"%x\r\n%b\r\n" % (len(body), body) if more else b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
-            else:
-                data = b"" if more else b"0\r\n\r\n"
-        else:
-            data = body
-        if head is not None:
-            self._head = None
-            if self._flush is not None:
-                self._flush.cancel()
-            data = head + data
-        if data:
-            cycle.transport.write(data)
-        if not more:
-            cycle.response_complete = True
-            cycle.message_event.set()
-            if not cycle.keep_alive:
-                cycle.transport.close()
-            cycle.on_response()
-
-
-def _nothing() -> None:
-    pass

@@ -1,25 +1,26 @@
 """HTTP/1.1 connections to workers, and the pool of idle ones.
 
-One connection carries one exchange at a time. The response head wakes the turn; from then on body bytes are *pushed*
-into the turn's sink from `data_received`, without a future or a task switch per piece. The parser is httptools
+One connection carries one exchange at a time. The response head wakes the turn in place; from then on body bytes are
+*pushed* into the turn's sink from `data_received`, without a future or a task switch per piece. The parser is httptools
 (llhttp), the one that uvicorn has in front, so both sides read HTTP alike.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import errno
 import re
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import httptools
 
+from app.driven import Wake
 from app.headers import Header
 
-_HOLD_BYTES = 256 * 1024
-"""Body bytes kept for a turn that has not begun to relay, before reading is paused."""
 _HEAD_BYTES = 256 * 1024
 """A worker's response head may not be longer."""
 
@@ -59,11 +60,25 @@ class AttemptTimeout(AttemptFailed):
     """The worker was silent longer than a limit allows."""
 
 
+class Expected(enum.Enum):
+    """What the request lets the worker answer."""
+
+    ANSWER = enum.auto()
+    HEAD = enum.auto()
+    """A head that may announce a body, without it: the method was HEAD."""
+    SWITCH = enum.auto()
+    """An answer, or 101 and then bytes of another protocol."""
+
+
+OnInterim = Callable[[int, list[Header]], None]
+"""Told of a 1xx response, other than 100: status and headers."""
+
+
 class Sink(Protocol):
     """Takes a response body as it comes. Called from the event loop's read callback: must not block."""
 
     def on_data(self, data: bytes, end: bool) -> None:
-        """Some body bytes (may be none when `end`); `end` says that the message is complete."""
+        """Some body bytes (may be none when `end`); `end` says that the message is complete, and comes last."""
 
     def on_failure(self, failure: AttemptFailed) -> None:
         """The body will not be completed."""
@@ -72,8 +87,11 @@ class Sink(Protocol):
 class WorkerConnection(asyncio.Protocol):
     """One connection. `send` begins an exchange, `relay` starts the push, `release` ends it.
 
-    Invariant: `_head` is pending from `send` until the head or a failure; `_sink` is set from `relay` until the end or
+    Invariant: `_head` is unset from `send` until the head or a failure; `_sink` is set from `relay` until the end or
     a failure; a connection is in its pool exactly when neither holds and `_exchange` is False.
+
+    Waking the turn and pushing into its sink run the turn in place, which may end the exchange, and another one may
+    begin here at once. So each of these calls is the last thing that its caller does.
     """
 
     __slots__ = (
@@ -85,17 +103,20 @@ class WorkerConnection(asyncio.Protocol):
         "_framed",
         "_head",
         "_head_bytes",
-        "_head_only",
-        "_held",
         "_interim",
         "_keep_alive",
         "_loop",
+        "_on_interim",
         "_parser",
         "_paused",
         "_pieces",
         "_pool",
+        "_raw",
+        "_request",
+        "_room",
         "_sink",
         "_transport",
+        "_uploading",
         "_used",
         "first_byte",
         "headers",
@@ -113,36 +134,48 @@ class WorkerConnection(asyncio.Protocol):
         self._exchange = False
         self._used = False
         self._paused = False
+        self._room: Wake | None = None
         self._sink: Sink | None = None
-        self._head: asyncio.Future[None] | None = None
+        self._head: Wake | None = None
         self._failure: AttemptFailed | None = None
         self.idle_since = 0.0
         self.last_read = 0.0
-        self._begin(False)
+        self._begin(Expected.ANSWER, None)
 
-    def _begin(self, head_only: bool) -> None:
+    def _begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
         self.status = 0
         self.headers: list[Header] = []
         self.first_byte = False
-        self._head_only = head_only
+        self._request = expected
+        self._on_interim = on_interim
         self._head_bytes = 0
         self._interim = False
         self._complete = False
         self._close_delimited = False
         self._framed = False
         self._keep_alive = True
+        self._raw = False
+        self._uploading = False
         self._pieces: list[bytes] = []
-        self._held = 0
 
     # -- the turn's side
 
-    def send(self, head: bytes, body: bytes, *, head_only: bool) -> asyncio.Future[None]:
-        """Write a request. The future is done when the response head is in `status` and `headers`; it raises
-        StaleConnection, ConnectionBroken or BadResponse. `head_only`: the method was HEAD."""
+    def send(
+        self,
+        head: bytes,
+        body: bytes,
+        *,
+        expected: Expected,
+        on_interim: OnInterim | None = None,
+        more: bool = False,
+    ) -> Wake:
+        """Write a request. The wake is set when the response head is in `status` and `headers`; it raises
+        StaleConnection, ConnectionBroken or BadResponse. `more`: other pieces of the body follow by `write`."""
         assert self._transport is not None
-        self._begin(head_only)
+        self._begin(expected, on_interim)
         self._exchange = True
-        self._head = future = self._loop.create_future()
+        self._uploading = more
+        self._head = wake = Wake()
         self.last_read = self._loop.time()
         if self._transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
@@ -152,18 +185,30 @@ class WorkerConnection(asyncio.Protocol):
             self._transport.write(head)
             if body:
                 self._transport.write(body)
-        return future
+        return wake
+
+    async def write(self, data: bytes) -> None:
+        """Go on with a request body, as fast as the worker takes it."""
+        assert self._transport is not None
+        if self._connected and self._exchange:
+            self._transport.write(data)
+            self.last_read = self._loop.time()  # while we send, nobody expects an answer
+            if self._room is not None:
+                await self._room
+
+    def written(self) -> None:
+        """The request body is complete."""
+        self._uploading = False
 
     def relay(self, sink: Sink) -> None:
         """Push the body into `sink` from now on, beginning with what has already come."""
-        self.resume()  # first: the sink may pause again
-        if self._pieces or self._complete:
-            pieces, self._pieces, self._held = self._pieces, [], 0
-            if not self._complete:
-                self._sink = sink
-            sink.on_data(b"".join(pieces), self._complete)
-        else:
-            self._sink = sink
+        pieces, self._pieces = self._pieces, []
+        if self._complete:
+            sink.on_data(b"".join(pieces), True)
+            return
+        self._sink = sink
+        if pieces:
+            sink.on_data(b"".join(pieces), False)
         if self._failure is not None:
             self._sink = None
             sink.on_failure(self._failure)
@@ -182,8 +227,8 @@ class WorkerConnection(asyncio.Protocol):
 
     def fail(self, failure: AttemptFailed) -> None:
         """Give the exchange up (a limit was exceeded, the client left) and cut the connection."""
+        self._cut()
         self._fail(failure)
-        self._abort()
 
     def release(self) -> None:
         """End the exchange: back to the pool when the response was complete, else cut. Idempotent."""
@@ -192,12 +237,14 @@ class WorkerConnection(asyncio.Protocol):
         self._exchange = False
         self._sink = None
         self._head = None
+        self._on_interim = None
         self._pieces = []
         transport = self._transport
         if (
             self._complete
             and self._keep_alive
             and self._connected
+            and not self._uploading
             and transport is not None
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
@@ -206,10 +253,10 @@ class WorkerConnection(asyncio.Protocol):
             self._used = True
             self._pool.give(self)
         else:
-            self._abort()
+            self._cut()
 
     def close(self) -> None:
-        """Close an idle connection."""
+        """Close when what was written has left."""
         if self._transport is not None:
             self._transport.close()
 
@@ -219,8 +266,19 @@ class WorkerConnection(asyncio.Protocol):
         return self._complete
 
     @property
+    def uploading(self) -> bool:
+        """The request body is still being sent."""
+        return self._uploading
+
+    @property
     def reused(self) -> bool:
         return self._used
+
+    def _cut(self) -> None:
+        if self._raw:
+            self.close()  # in another protocol what was said last may matter
+        else:
+            self._abort()
 
     def _abort(self) -> None:
         if self._transport is not None:
@@ -229,10 +287,14 @@ class WorkerConnection(asyncio.Protocol):
     def _fail(self, failure: AttemptFailed) -> None:
         if self._failure is None:
             self._failure = failure
-        if self._head is not None and not self._head.done():
-            self._head.set_exception(failure)
+        head, self._head = self._head, None
         sink, self._sink = self._sink, None
-        if sink is not None:
+        if head is not None:
+            if self.status:
+                head.set()  # what came before is relayed first
+            else:
+                head.fail(failure)
+        elif sink is not None:
             sink.on_failure(failure)
 
     # -- asyncio's side
@@ -245,13 +307,14 @@ class WorkerConnection(asyncio.Protocol):
         self._connected = False
         self._parser = None  # it holds our callbacks: end the reference cycle
         self._pool.closed(self)
+        self.resume_writing()
         if not self._exchange or self._complete or self._failure is not None:
             return
         if self._close_delimited and exc is None:
             self._keep_alive = False
-            self._finish()
-            return
-        if self._used and not self.first_byte:
+            self._complete = True
+            self._push()
+        elif self._used and not self.first_byte:
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif self.status:
             self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))
@@ -261,6 +324,14 @@ class WorkerConnection(asyncio.Protocol):
     def eof_received(self) -> None:
         return None  # the transport closes itself and connection_lost tells what it means
 
+    def pause_writing(self) -> None:
+        self._room = Wake()
+
+    def resume_writing(self) -> None:
+        room, self._room = self._room, None
+        if room is not None:
+            room.set()
+
     def data_received(self, data: bytes) -> None:
         self.last_read = self._loop.time()
         if not self._exchange or self._complete:
@@ -269,39 +340,40 @@ class WorkerConnection(asyncio.Protocol):
             self._abort()
             return
         self.first_byte = True
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.fail(BadResponse("the worker switched protocols without being asked"))
-            return
-        except httptools.HttpParserError as error:
-            if not self._complete:
-                self.fail(BadResponse(f"the worker's response is not valid HTTP: {error}"))
-                return
-            self._keep_alive = False  # a complete answer followed by rubbish: the answer stands
-        if not self.status:
+        if self._raw:
+            self._pieces.append(data)
+        else:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as switch:
+                if not self._raw:
+                    self.fail(BadResponse("the worker switched protocols without being asked"))
+                    return
+                self._pieces.append(data[switch.args[0] :])
+            except httptools.HttpParserError as error:
+                if not self._complete:
+                    self.fail(BadResponse(f"the worker's response is not valid HTTP: {error}"))
+                    return
+                self._keep_alive = False  # a complete answer followed by rubbish: the answer stands
+        head = self._head
+        if head is None:
+            if self._pieces or self._complete:
+                self._push()
+        elif self.status:
+            self._head = None
+            head.set()
+        else:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES:
                 self.fail(BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes"))
-            return
-        if self._complete:
-            self._finish()
-        elif self._pieces:
-            sink = self._sink
-            if sink is not None:
-                pieces, self._pieces = self._pieces, []
-                sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), False)
-            else:
-                self._held += len(data)
-                if self._held > _HOLD_BYTES:
-                    self.pause()
 
-    def _finish(self) -> None:
-        self._complete = True
-        sink, self._sink = self._sink, None
+    def _push(self) -> None:
+        sink = self._sink
         if sink is not None:
             pieces, self._pieces = self._pieces, []
-            sink.on_data(b"".join(pieces), True)
+            if self._complete:
+                self._sink = None
+            sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._complete)
 
     # -- httptools' side
 
@@ -324,19 +396,23 @@ class WorkerConnection(asyncio.Protocol):
             return
         status = self._parser.get_status_code()
         if status < 200:
-            self._interim = status != 101
+            if status == 101:
+                if self._request is Expected.SWITCH:
+                    self.status, self._raw, self._keep_alive, self._close_delimited = status, True, False, True
+            else:
+                self._interim = True
+                if status != 100 and self._on_interim is not None:  # 100 answers what ends here
+                    self._on_interim(status, self.headers)
             return
         self.status = status
         self._keep_alive = self._parser.should_keep_alive()
-        if self._head_only:
+        if self._request is Expected.HEAD:
             # llhttp does not know the request's method and would wait for the body that the header announces.
             self._complete = True
             self._parser = httptools.HttpResponseParser(self)
         elif not self._framed and status not in (204, 304):
             self._close_delimited = True  # RFC 9112 6.3, rule 8
             self._keep_alive = False
-        if self._head is not None and not self._head.done():
-            self._head.set_result(None)
 
     def on_body(self, body: bytes) -> None:
         if not self._complete:
@@ -347,8 +423,8 @@ class WorkerConnection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         if self._interim:
             self._interim = False
-            return
-        self._complete = True
+        elif not self._raw:
+            self._complete = True
 
 
 class Pool:

@@ -116,6 +116,21 @@ def response_headers(headers: list[Header], status: int) -> list[Header]:
     return kept
 
 
+def without_origin(headers: list[Header], authority: bytes) -> list[Header]:
+    """A redirect's headers with the addresses of the worker itself, whose `authority` that is, made paths: clients
+    cannot reach it, and shall not learn where it is."""
+    return [
+        (name, _path_at(value, authority)) if name in (b"location", b"content-location") else (name, value)
+        for name, value in headers
+    ]
+
+
+def _path_at(url: bytes, authority: bytes) -> bytes:
+    _, found, rest = url.partition(b"//")
+    at, slash, path = rest.partition(b"/")
+    return slash + path or b"/" if found and url[:1] in b"hH/" and at.lower() == authority else url
+
+
 def header(headers: Iterable[Header], wanted: bytes) -> bytes | None:
     """The first value of a header, or None."""
     for name, value in headers:

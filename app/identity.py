@@ -6,6 +6,7 @@ a new place.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
@@ -233,9 +234,11 @@ class KeyHasher:
     def __init__(self, secret: bytes = b"") -> None:
         """`secret`: at most 64 bytes; the same on every replica."""
         self._base = hashlib.blake2b(digest_size=20, person=b"coatcheck-claim1", key=secret)
+        self.key = functools.lru_cache(maxsize=16_384)(self._key)
+        """40 lower-case hex digits for a tenant and the parts of a Session. Remembered: hashing costs more than the
+        rest of a known session's binding."""
 
-    def key(self, tenant: bytes, *session: bytes) -> str:
-        """40 lower-case hex digits. `session`: the parts of a Session."""
+    def _key(self, tenant: bytes, *session: bytes) -> str:
         state = self._base.copy()
         state.update(b"%d:%b" % (len(tenant), tenant))
         for part in session:

@@ -36,6 +36,7 @@ from app.headers import (
     header,
     response_headers,
     sort_request,
+    without_origin,
 )
 from app.identity import HINTS, Identifier, Identity, KeyHasher, read_hints
 from app.metrics import AFFINITY_OUTCOMES, Metrics
@@ -219,7 +220,7 @@ class Proxy:
         self._sweeper: asyncio.TimerHandle | None = None
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 0.0
-        self._request_prefix = os.urandom(8).hex()
+        self._request_prefix = os.urandom(8).hex().encode()
         self._request_count = itertools.count(1)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -246,7 +247,7 @@ class Proxy:
         return len(self._running)
 
     def next_request_id(self) -> bytes:
-        return f"{self._request_prefix}-{next(self._request_count):x}".encode()
+        return b"%b-%x" % (self._request_prefix, next(self._request_count))
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check the limits of every running turn. One timer for all: most turns end long before any limit."""
@@ -547,6 +548,9 @@ class Turn:
         if entry is not None and self._identity.final and _ends(status):
             entry.closing = True
         headers = response_headers(connection.headers, status)
+        if 300 <= status < 400 or status == 201:
+            assert self._target is not None
+            headers = without_origin(headers, self._target.worker.authority)
         headers += self._own_headers()
         self._done = Wake()
         self._answering = True

@@ -82,6 +82,7 @@ class ClientProtocol(HttpToolsProtocol):
     _awaits_head = False
     """A request has begun and its head is not complete."""
     _head_bytes = 0
+    _may_be_large = False
     _hosts = 0
     _coded = False
     _current: Any = None
@@ -138,6 +139,7 @@ class ClientProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Raises TurnError."""
         had_begun = self._awaits_head
+        self._may_be_large = had_begun or len(data) > self.limits.head_bytes
         while True:
             try:
                 self.parser.feed_data(data)
@@ -210,7 +212,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._awaits_head = False
         parser, url = self.parser, self.url
         version = parser.get_http_version()
-        if len(url) + sum(map(_header_size, self.headers)) > self.limits.head_bytes:
+        if self._may_be_large and len(url) + sum(map(_header_size, self.headers)) > self.limits.head_bytes:
             raise _head_too_large(self.limits.head_bytes)
         if version == "1.1":
             if self._hosts != 1:

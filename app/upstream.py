@@ -24,6 +24,10 @@ from app.headers import Header
 _HEAD_BYTES = 256 * 1024
 """A worker's response head may not be longer."""
 
+_STALE_WITHIN = 1.0
+"""Seconds after the request in which the end of a reused connection is the one that the worker had begun before it;
+later, the worker may have been at work on the request."""
+
 # The router's own limits, not the worker's state.
 _OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
@@ -45,7 +49,7 @@ class LocalLimit(AttemptFailed):
 
 
 class StaleConnection(AttemptFailed):
-    """A reused connection closed before any byte of a response: the worker had closed it while it was idle."""
+    """A reused connection closed at once, before any byte of a response: the worker had closed it while it was idle."""
 
 
 class ConnectionBroken(AttemptFailed):
@@ -314,7 +318,7 @@ class WorkerConnection(asyncio.Protocol):
             self._keep_alive = False
             self._complete = True
             self._push()
-        elif self._used and not self.first_byte:
+        elif self._used and not self.first_byte and self._loop.time() - self.last_read < _STALE_WITHIN:
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif self.status:
             self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))

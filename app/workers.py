@@ -22,8 +22,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_avoid_until", "_clock", "_unreachable", "base_path", "host_line", "known", "name", "pool", "targets",
-                 "url")  # fmt: skip
+    __slots__ = ("_avoid_until", "_clock", "_unreachable", "authority", "base_path", "host_line", "known", "name",
+                 "pool", "targets", "url")  # fmt: skip
 
     def __init__(
         self, name: str, url: str, pool: Pool, *, ranks: int = 0, clock: Callable[[], float] = time.monotonic
@@ -32,7 +32,8 @@ class Worker:
         parts = urlsplit(url)
         self.name = name
         self.url = url
-        self.host_line = b" HTTP/1.1\r\nhost: %b\r\n" % parts.netloc.encode("ascii" if url.isascii() else "idna")
+        self.authority = parts.netloc.encode("ascii" if url.isascii() else "idna")
+        self.host_line = b" HTTP/1.1\r\nhost: %b\r\n" % self.authority
         """Ends the request line of what is sent to it."""
         self.base_path = parts.path.rstrip("/").encode()
         self.pool = pool

@@ -6,14 +6,11 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from app.driven import Driven
 from app.errors import ClientDisconnected
 from app.headers import Header
-
-if TYPE_CHECKING:
-    from app.proxy import Turn
 
 log = logging.getLogger("coatcheck.asgi")
 
@@ -21,6 +18,16 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Coroutine[Any, Any, Message]]
 Send = Callable[[Message], Coroutine[Any, Any, None]]
+
+
+class Turn(Protocol):
+    """What a server tells a turn (`app.proxy.Turn`)."""
+
+    def start(self) -> None: ...
+    def cancel(self) -> None: ...
+    def client_left(self) -> None: ...
+    def client_took(self) -> None: ...
+    def client_failed(self, fault: Exception) -> None: ...
 
 
 class AsgiClient:

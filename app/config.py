@@ -249,6 +249,7 @@ class Settings(BaseSettings):
     @field_validator("trusted_proxies")
     @classmethod
     def _check_proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        value = tuple(part for text in value for part in text.split(",") if part)
         for text in value:
             try:
                 Forwarding((text,))

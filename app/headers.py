@@ -19,6 +19,7 @@ HOP_BY_HOP = frozenset(
         b"keep-alive",
         b"proxy-connection",
         b"proxy-authenticate",
+        b"proxy-authentication-info",
         b"proxy-authorization",
         b"te",
         b"trailer",
@@ -83,13 +84,15 @@ class Forwarding:
 
     def lines(self, peer: bytes, scheme: bytes, noted: Noted, trusted: bool) -> bytes:
         """Our own header lines, from the request's `noted` headers, which hold `host` and those of `FORWARDED`."""
-        host = noted.get(b"host", (b"",))[0]
-        if not trusted:
+        host = noted[b"host"][0] if b"host" in noted else b""  # of an HTTP/1.0 client
+        if host and not trusted:
             return b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\nx-forwarded-host: %b\r\n" % (peer, scheme, host)
+        if not trusted:
+            return b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (peer, scheme)
         lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer])
         if b"x-forwarded-proto" not in noted:
             lines += b"x-forwarded-proto: %b\r\n" % scheme
-        if b"x-forwarded-host" not in noted:
+        if host and b"x-forwarded-host" not in noted:
             lines += b"x-forwarded-host: %b\r\n" % host
         return lines
 

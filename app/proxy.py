@@ -502,7 +502,7 @@ class Turn:
             self._connection = connection
             body = _chunk(self._body) if self._more and self._length < 0 else self._body
             head = connection.send(
-                self._head(worker, target.rank), body, expected=expected, on_interim=client.interim, more=self._more
+                self._head(worker, target.rank), body, expected=expected, on_interim=self._interim, more=self._more
             )
             if self._more:
                 self._send_on(connection)
@@ -829,6 +829,9 @@ class Turn:
             parts.append(b"\r\ncontent-length: %d" % len(self._body))
         parts.append(b"\r\n\r\n")
         return b"".join(parts)
+
+    def _interim(self, status: int, headers: list[Header]) -> None:
+        self._client.interim(status, response_headers(headers, status))
 
     def _own_headers(self) -> list[Header]:
         own = [self._proxy.affinity_headers[self._how], (b"x-request-id", self._request_id)]

@@ -16,6 +16,7 @@ offers to change the protocol are declined but for WebSocket, and every error ha
 from __future__ import annotations
 
 import asyncio
+import functools
 import http
 import logging
 import re
@@ -59,6 +60,7 @@ def _status_line(status: int) -> bytes:
 _STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
 _DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
 """A segment that would lead elsewhere (RFC 3986 5.2.4)."""
+_HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 _ONCE = frozenset({b"host", b"transfer-encoding", b"expect"})
 _LEFT_OVER = 64 << 20
 """Bytes of a request body that are still read after its answer, for the sake of clients that read only then."""
@@ -81,7 +83,9 @@ class ClientProtocol(HttpToolsProtocol):
     """When what we wait for began; for a body, its last byte."""
     _awaits_head = False
     """A request has begun and its head is not complete."""
-    _head_bytes = 0
+    _overhead = 0
+    """Bytes since the last that were of use: of an endless head, or of what goes with the chunks of a body."""
+    _is_overhead = True
     _may_be_large = False
     _hosts = 0
     _coded = False
@@ -91,8 +95,8 @@ class ClientProtocol(HttpToolsProtocol):
     """To be started when the parser has returned."""
     _tunnel: Exchange | None = None
     """The connection speaks another protocol now."""
-    _refused = False
-    """What follows cannot be read."""
+    _error: TurnError | None = None
+    """What follows cannot be read, and why."""
 
     # -- asyncio's side
 
@@ -122,24 +126,24 @@ class ClientProtocol(HttpToolsProtocol):
             self._tunnel.feed(data)
             self._tunnel.wake()
             return
-        if self._refused:
+        if self._error is not None:
             return
         try:
             self._parse(data)
         except TurnError as error:
             self._refuse(error)
             return
-        exchange = self._next
+        exchange, current = self._next, self._current
         if exchange is not None:
             self._next = None
             exchange.begin()
-        elif type(self.cycle) is Exchange:
-            self.cycle.wake()
+        elif type(current) is Exchange:
+            current.wake()
 
     def _parse(self, data: bytes) -> None:
         """Raises TurnError."""
-        had_begun = self._awaits_head
-        self._may_be_large = had_begun or len(data) > self.limits.head_bytes
+        self._is_overhead = True
+        self._may_be_large = self._awaits_head or len(data) > self.limits.head_bytes
         while True:
             try:
                 self.parser.feed_data(data)
@@ -160,17 +164,16 @@ class ClientProtocol(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 raise _not_http() from error
             break
-        if had_begun and self._awaits_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.limits.head_bytes:
-                raise _head_too_large(self.limits.head_bytes)
+        self._overhead = self._overhead + len(data) if self._is_overhead else 0
+        if self._overhead > self.limits.head_bytes:
+            raise _head_too_large(self.limits.head_bytes)
 
     def resume_writing(self) -> None:
         super().resume_writing()
         if type(self._current) is Exchange:
             self._current.took()
 
-    def check(self, now: float) -> None:
+    def look_after(self, now: float) -> None:
         """Called every now and then: close what is idle, refuse what is slow."""
         limits, cycle = self.limits, self.cycle
         waited = now - self._since
@@ -191,7 +194,7 @@ class ClientProtocol(HttpToolsProtocol):
         self.expect_100_continue = False
         self._hosts, self._coded = 0, False
         self._awaits_head = True
-        self._head_bytes = 0
+        self._is_overhead = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._awaits_head:
@@ -199,26 +202,28 @@ class ClientProtocol(HttpToolsProtocol):
         name = name.lower()
         if name in _ONCE:
             if name == b"host":
-                self._hosts += 1
+                self._hosts += 1 if _is_host(value) else 2
             elif name == b"expect":
                 self.expect_100_continue = value.lower() == b"100-continue"
-            elif self._coded or value.lower() != b"chunked":
+            elif self._coded or value.strip().lower() != b"chunked":
                 raise TurnError("invalid_request", "the only transfer coding that is understood is chunked")
             else:
                 self._coded = True
         self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._awaits_head = False
+        self._awaits_head = self._is_overhead = False
         parser, url = self.parser, self.url
         version = parser.get_http_version()
         if self._may_be_large and len(url) + sum(map(_header_size, self.headers)) > self.limits.head_bytes:
             raise _head_too_large(self.limits.head_bytes)
         if version == "1.1":
             if self._hosts != 1:
-                raise TurnError("invalid_request", "a request needs exactly one Host")
+                raise TurnError("invalid_request", "a request needs exactly one valid Host")
         elif version != "1.0" or self._hosts > 1 or self._coded:
             raise _not_http()
+        if parser.get_method() == b"CONNECT":
+            raise TurnError("invalid_request", "this router makes no tunnels")
         raw_path, query = _split_target(url)
         try:
             path = raw_path.decode("ascii")
@@ -228,7 +233,7 @@ class ClientProtocol(HttpToolsProtocol):
             path = unquote(path)
         proxy = self.route(path)
         if proxy is None:
-            self._serve_control()
+            self._serve_control(raw_path + b"?" + query if query else raw_path)
             return
         if "." in path and _DOTS.search(path.encode("utf-8", "replace")):
             raise TurnError("invalid_request", "the path of the request leads elsewhere")
@@ -242,6 +247,7 @@ class ClientProtocol(HttpToolsProtocol):
             self.pipeline.appendleft((exchange, None))  # type: ignore[arg-type]
 
     def on_body(self, body: bytes) -> None:
+        self._is_overhead = False
         cycle = self.cycle
         if type(cycle) is Exchange:
             cycle.feed(body)
@@ -255,8 +261,8 @@ class ClientProtocol(HttpToolsProtocol):
         else:
             super().on_message_complete()
 
-    def _serve_control(self) -> None:
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
+    def _serve_control(self, url: bytes) -> None:
+        headers, expects = self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
         self.headers = self.scope["headers"] = headers
@@ -294,6 +300,8 @@ class ClientProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        elif self._error is not None:
+            self._answer_error(self._error)
 
     def ended(self, exchange: Exchange) -> None:
         """The turn has ended."""
@@ -316,19 +324,30 @@ class ClientProtocol(HttpToolsProtocol):
         self._refuse(_not_http())
 
     def _refuse(self, error: TurnError) -> None:
-        """Answer what is no proper request, and close. Nothing that comes after it is read."""
-        self._refused = True
+        """Answer what is no proper request, after all that came before it, and close. Nothing after it is read."""
+        if self._error is not None:
+            return
+        self._error = error
         self._awaits_head = False
-        current, self._next = self._current, None
-        if type(current) is Exchange:
-            if current.give_up(error):
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_complete:  # it is this one that is wrong
+            if type(cycle) is not Exchange:
+                self.transport.close()
                 return
-        elif current is not None and not current.response_complete:
-            if current.response_started:
-                self.transport.close()  # an error amid the bytes of another answer would be taken for a part of it
+            if cycle.give_up(error):
                 return
-            current.disconnected = True
-            current.message_event.set()
+            if cycle is self._next:
+                self._next = self._current = None
+                self.ended(cycle)
+            else:
+                self.pipeline.popleft()
+        if self._next is not None:
+            exchange, self._next = self._next, None
+            exchange.begin()
+        if self._current is None:
+            self._answer_error(error)
+
+    def _answer_error(self, error: TurnError) -> None:
         status, headers, body = error_response(error)
         lines = [b"%b: %b\r\n" % pair for pair in headers]
         self.transport.write(b"".join([_STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))
@@ -376,7 +395,7 @@ class Watchman:
         now = loop.time()
         self._timer = loop.call_later(self._every, self._round, loop)
         for connection in tuple(self._watched):
-            connection.check(now)
+            connection.look_after(now)
 
 
 class Exchange:
@@ -463,19 +482,14 @@ class Exchange:
             news.set()
 
     def give_up(self, error: TurnError) -> bool:
-        """What follows cannot be read. Answers whether a turn takes care of the answer: of this request if it is
-        complete, of the error if not."""
-        self.keep_alive = False
+        """The rest of the body cannot be read. Answers whether the turn has begun: then it takes care of the answer."""
         if self._turn is None:
-            if self.more_body:
-                self._protocol.ended(self)
-                return False
-            self.begin()
-        elif self.more_body:
-            self._refusal = error
-            news, self._news = self._news, None
-            if news is not None:
-                news.set()
+            return False
+        self.keep_alive = False
+        self._refusal = error
+        news, self._news = self._news, None
+        if news is not None:
+            news.set()
         return True
 
     def left(self) -> None:
@@ -535,7 +549,7 @@ class Exchange:
 
     def interim(self, status: int, headers: list[Header]) -> None:
         if self._http_1_1 and not self.response_started and not self.disconnected:
-            lines = [b"%b: %b\r\n" % pair for pair in headers if pair[0] not in _FRAMING]
+            lines = [b"%b: %b\r\n" % pair for pair in headers]
             self._transport.write(b"".join([_STATUS_LINES[status], *lines, b"\r\n"]))
 
     def start(self, status: int, headers: list[Header]) -> None:
@@ -595,7 +609,10 @@ class Exchange:
             self._transport.write(head)
 
 
-_FRAMING = frozenset({b"connection", b"transfer-encoding", b"content-length", b"upgrade", b"keep-alive"})
+@functools.lru_cache(maxsize=1024)
+def _is_host(value: bytes) -> bool:
+    """Whether a Host header has a host, and a port perhaps, or nothing (RFC 9110 7.2)."""
+    return _HOST.fullmatch(value.strip()) is not None
 
 
 def _header_size(header: Header) -> int:

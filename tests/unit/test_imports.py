@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("app", "backends", "mocker")
-LEAVES = {"app.headers", "app.sse", "app.errors", "app.metrics"}
+LEAVES = {"app.headers", "app.sse", "app.errors", "app.metrics", "app.driven"}
 STARTERS = {"app.__main__", "app.cli", "app.serve", "app.up", "app.children"}
 """They start processes and read settings; what they may know is not the data plane's concern."""
 
@@ -17,11 +17,20 @@ ALLOWED: dict[str, set[str]] = {
     # module → what of ours it may import besides leaves
     "app.identity": set(),
     "app.upstream": set(),
+    "app.asgi": set(),
     "app.workers": {"app.upstream"},
     "app.policies": {"app.workers"},
     "app.affinity": {"app.policies", "app.workers", "backends.base"},
     "app.tenants": set(),
-    "app.proxy": {"app.affinity", "app.identity", "app.policies", "app.tenants", "app.upstream", "app.workers"},
+    "app.proxy": {
+        "app.affinity",
+        "app.asgi",
+        "app.identity",
+        "app.policies",
+        "app.tenants",
+        "app.upstream",
+        "app.workers",
+    },
     "app.server": {"app.proxy"},
     "app.api": {"app.tenants", "app.workers"},
     "app.admin": {"app.affinity", "app.identity", "app.tenants", "app.workers"},

@@ -20,6 +20,8 @@ import functools
 import http
 import logging
 import re
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -63,7 +65,11 @@ _DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 _ONCE = frozenset({b"host", b"transfer-encoding", b"expect"})
 _LEFT_OVER = 64 << 20
-"""Bytes of a request body that are still read after its answer, for the sake of clients that read only then."""
+_LINGER = 30.0
+_LINGER_IDLE = 2.0
+"""Bytes that are still read after the last answer, seconds in all, and seconds without any. A connection that is closed
+with bytes unread is reset, and its client would lose the answer (RFC 9112 9.6)."""
+_RESET = struct.pack("ii", 1, 0)
 
 
 class ClientProtocol(HttpToolsProtocol):
@@ -95,6 +101,9 @@ class ClientProtocol(HttpToolsProtocol):
     """To be started when the parser has returned."""
     _tunnel: Exchange | None = None
     """The connection speaks another protocol now."""
+    _lingers = 0.0
+    """When the last answer was sent, if the client was still sending."""
+    _left_over = 0
     _error: TurnError | None = None
     """What follows cannot be read, and why."""
 
@@ -126,7 +135,10 @@ class ClientProtocol(HttpToolsProtocol):
             self._tunnel.feed(data)
             self._tunnel.wake()
             return
-        if self._error is not None:
+        if self._error is not None or self._lingers:
+            self._left_over += len(data)
+            if self._left_over > _LEFT_OVER:
+                self.transport.close()
             return
         try:
             self._parse(data)
@@ -177,6 +189,10 @@ class ClientProtocol(HttpToolsProtocol):
         """Called every now and then: close what is idle, refuse what is slow."""
         limits, cycle = self.limits, self.cycle
         waited = now - self._since
+        if self._lingers:
+            if waited > _LINGER_IDLE or now - self._lingers > _LINGER:
+                self.transport.close()
+            return
         if self._awaits_head:
             if limits.head_wait and waited > limits.head_wait:
                 self._refuse(TurnError("request_timeout", f"no complete request within {limits.head_wait:g} s"))
@@ -295,7 +311,7 @@ class ClientProtocol(HttpToolsProtocol):
         self._current = None
         self._since = self.loop.time()
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._lingers:
             return
         self.flow.resume_reading()
         if self.pipeline:
@@ -344,6 +360,8 @@ class ClientProtocol(HttpToolsProtocol):
         if self._next is not None:
             exchange, self._next = self._next, None
             exchange.begin()
+        elif type(self._current) is Exchange:
+            self._current.wake()
         if self._current is None:
             self._answer_error(error)
 
@@ -351,7 +369,19 @@ class ClientProtocol(HttpToolsProtocol):
         status, headers, body = error_response(error)
         lines = [b"%b: %b\r\n" % pair for pair in headers]
         self.transport.write(b"".join([_STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))
-        self.transport.close()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """The last answer was written: close, but let a client that is still sending read it first."""
+        cycle = self.cycle
+        sending = self._error is not None or self._awaits_head or (cycle is not None and cycle.more_body)
+        if not sending or self._tunnel is not None:
+            self.transport.close()
+        elif not self._lingers:
+            self._since = self._lingers = self.loop.time()
+            self.flow.resume_reading()
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
 
 
 def client_protocol(
@@ -412,6 +442,7 @@ class Exchange:
         "_proxy",
         "_refusal",
         "_size",
+        "_sized",
         "_transport",
         "_turn",
         "disconnected",
@@ -450,7 +481,7 @@ class Exchange:
         self._refusal: TurnError | None = None
         self._turn: Turn | None = None
         self._head: bytes | None = None
-        self._chunked = self._no_body = False
+        self._chunked = self._no_body = self._sized = False
 
     # -- the request's coming
 
@@ -519,8 +550,17 @@ class Exchange:
             log.error("a turn failed after its answer had begun", exc_info=fault)
         if not self.response_complete and not self.disconnected:
             self.flush()
-            self._transport.close()  # without the end that the client waits for
+            self._cut()
         self._protocol.ended(self)
+
+    def _cut(self) -> None:
+        """Close without the end that the client waits for. Where closing is the end, only a reset says that it is
+        none."""
+        if self.response_started and not self._sized and not self._chunked:
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            self._transport.abort()
+        else:
+            self._transport.close()
 
     # -- what a turn asks for
 
@@ -562,12 +602,12 @@ class Exchange:
         elif self.switches:
             self.keep_alive = False  # what was sent behind the request is no HTTP
         self._no_body = self.method == b"HEAD" or status in (204, 304)
-        sized = self._no_body or status == 101
+        self._sized = self._no_body or status == 101
         for name, value in headers:
             if name == b"content-length":
-                sized = True
+                self._sized = True
             lines += (name, b": ", value, b"\r\n")
-        if not sized:
+        if not self._sized:
             if self._http_1_1:
                 self._chunked = True
                 lines.append(b"transfer-encoding: chunked\r\n")
@@ -598,7 +638,7 @@ class Exchange:
             self.response_complete = True
             self._pieces = []
             if not self.keep_alive:
-                self._transport.close()
+                protocol.hang_up()
             protocol.on_response_complete()
             return True
         return not protocol.flow.write_paused

@@ -100,6 +100,7 @@ class WorkerConnection(asyncio.Protocol):
 
     __slots__ = (
         "_close_delimited",
+        "_coded",
         "_complete",
         "_connected",
         "_exchange",
@@ -156,7 +157,7 @@ class WorkerConnection(asyncio.Protocol):
         self._interim = False
         self._complete = False
         self._close_delimited = False
-        self._framed = False
+        self._framed = self._coded = False
         self._keep_alive = True
         self._raw = False
         self._uploading = False
@@ -349,27 +350,27 @@ class WorkerConnection(asyncio.Protocol):
         else:
             try:
                 self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as switch:
-                if not self._raw:
-                    self.fail(BadResponse("the worker switched protocols without being asked"))
-                    return
+            except httptools.HttpParserUpgrade as switch:  # nothing else than that 101 raises it
                 self._pieces.append(data[switch.args[0] :])
             except httptools.HttpParserError as error:
                 if not self._complete:
-                    self.fail(BadResponse(f"the worker's response is not valid HTTP: {error}"))
+                    bad = error.__context__
+                    if not isinstance(bad, BadResponse):
+                        bad = BadResponse(f"the worker's response is not valid HTTP: {error}")
+                    self.fail(bad)
                     return
                 self._keep_alive = False  # a complete answer followed by rubbish: the answer stands
         head = self._head
         if head is None:
             if self._pieces or self._complete:
                 self._push()
-        elif self.status:
-            self._head = None
-            head.set()
         else:
             self._head_bytes += len(data)
-            if self._head_bytes > _HEAD_BYTES:
+            if self._head_bytes > _HEAD_BYTES and not self._pieces and not self._complete:
                 self.fail(BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes"))
+            elif self.status:
+                self._head = None
+                head.set()
 
     def _push(self) -> None:
         sink = self._sink
@@ -386,23 +387,30 @@ class WorkerConnection(asyncio.Protocol):
             self._keep_alive = False  # a second response to one request
         elif self.headers:  # of an interim response
             self.headers = []
-            self._framed = False
+            self._framed = self._coded = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # later ones are trailers, which end here
             name = name.lower()
-            if name == b"content-length" or (name == b"transfer-encoding" and b"chunked" in value.lower()):
+            if name == b"content-length":
                 self._framed = True
+            elif name == b"transfer-encoding":
+                if self._coded or value.strip().lower() != b"chunked":
+                    raise BadResponse("the worker's response has a transfer coding other than chunked")
+                self._framed = self._coded = True
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._complete:
             return
+        if self._parser.get_http_version() not in ("1.1", "1.0"):
+            raise BadResponse("the worker speaks another version of HTTP")
         status = self._parser.get_status_code()
         if status < 200:
             if status == 101:
-                if self._request is Expected.SWITCH:
-                    self.status, self._raw, self._keep_alive, self._close_delimited = status, True, False, True
+                if self._request is not Expected.SWITCH:
+                    raise BadResponse("the worker switched protocols without being asked")
+                self.status, self._raw, self._keep_alive, self._close_delimited = status, True, False, True
             else:
                 self._interim = True
                 if status != 100 and self._on_interim is not None:  # 100 answers what ends here

@@ -131,7 +131,9 @@ def without_origin(headers: list[Header], authority: bytes) -> list[Header]:
 def _path_at(url: bytes, authority: bytes) -> bytes:
     _, found, rest = url.partition(b"//")
     at, slash, path = rest.partition(b"/")
-    return slash + path or b"/" if found and url[:1] in b"hH/" and at.lower() == authority else url
+    if not found or url[:1] not in b"hH/" or at.lower() != authority or path.startswith(b"/"):
+        return url  # a path with two slashes would be taken for another host
+    return slash + path or b"/"
 
 
 def header(headers: Iterable[Header], wanted: bytes) -> bytes | None:

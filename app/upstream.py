@@ -366,7 +366,7 @@ class WorkerConnection(asyncio.Protocol):
                 self._push()
         else:
             self._head_bytes += len(data)
-            if self._head_bytes > _HEAD_BYTES and not self._pieces and not self._complete:
+            if self._head_bytes > _HEAD_BYTES and (not self.status or _size(self.headers) > _HEAD_BYTES):
                 self.fail(BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes"))
             elif self.status:
                 self._head = None
@@ -537,6 +537,10 @@ class Pool:
             self._reaper = None
         while self._idle:
             self._idle.pop().close()
+
+
+def _size(headers: list[Header]) -> int:
+    return sum(len(name) + len(value) + 4 for name, value in headers)
 
 
 def _refused(error: OSError) -> bool:

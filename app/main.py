@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import ssl
@@ -25,6 +26,10 @@ from backends import ClaimStore, Guarantee, open_store
 
 SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
 """How the processes of one `serve --processes N` get the settings that were read and checked once."""
+
+
+_LAG_EVERY = 0.1
+"""Seconds between looks at the loop's lag."""
 
 
 class Router(FastAPI):
@@ -118,6 +123,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             )
             _register_gauges(app)
             app.affinity.start()
+            lag = asyncio.create_task(_measure_lag(metrics))
+            stack.callback(lag.cancel)
             stack.push_async_callback(app.affinity.aclose)
             stack.callback(fleet.close)
             yield
@@ -135,6 +142,14 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     )
     add_admin(app, fleet=fleet, affinity=lambda: app.affinity, hasher=hasher, admins=admins, replica=settings.replica)
     return app
+
+
+async def _measure_lag(metrics: Metrics) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _LAG_EVERY
+        await asyncio.sleep(_LAG_EVERY)
+        metrics.loop_lag.observe(max(0.0, loop.time() - due))
 
 
 async def open_claims(settings: Settings) -> ClaimStore:

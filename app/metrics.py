@@ -32,6 +32,7 @@ TURN_OUTCOMES = (
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _STORE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 Labels = tuple[str, ...]
@@ -118,6 +119,9 @@ class Metrics(Collector):
         )
         self.parents = Counter(
             "coatcheck_parent_placements", "First turns of child sessions, by whether they followed.", ("outcome",)
+        )
+        self.loop_lag = Histogram(
+            "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS
         )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
         self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []

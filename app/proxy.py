@@ -559,7 +559,8 @@ class Turn:
         if status == 101:
             self._send_on(connection)
         self._client.flush()
-        await self._wait()
+        if not self._done.is_set or self._fault is not None:
+            await self._wait()
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
             await self._close_session()
             self._done = Wake()

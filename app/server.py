@@ -238,23 +238,18 @@ class ClientProtocol(HttpToolsProtocol):
                 raise TurnError("invalid_request", "a request needs exactly one valid Host")
         elif version != "1.0" or self._hosts > 1 or self._coded:
             raise _not_http()
-        if parser.get_method() == b"CONNECT":
+        method = parser.get_method()
+        if method == b"CONNECT":
             raise TurnError("invalid_request", "this router makes no tunnels")
-        raw_path, query = _split_target(url)
-        try:
-            path = raw_path.decode("ascii")
-        except UnicodeDecodeError:
-            raise TurnError("invalid_request", "the request target is not ASCII") from None
-        if "%" in path:
-            path = unquote(path)
+        raw_path, query, path, strays = (_read_target if len(url) <= 256 else _read_target.__wrapped__)(url)
         proxy = self.route(path)
         if proxy is None:
             self._serve_control(raw_path + b"?" + query if query else raw_path)
             return
-        if "." in path and _DOTS.search(path.encode("utf-8", "replace")):
+        if strays:
             raise TurnError("invalid_request", "the path of the request leads elsewhere")
         before = self.cycle
-        exchange = Exchange(self, proxy, raw_path, query, version == "1.1")
+        exchange = Exchange(self, proxy, method, raw_path, query, version == "1.1")
         self.cycle = exchange  # with all that uvicorn uses of one
         if before is None or before.response_complete:
             self._start(exchange)
@@ -431,57 +426,35 @@ class Watchman:
 class Exchange:
     """One proxied request and its answer, as `app.proxy.Client`, and as that of a cycle which uvicorn looks at."""
 
-    __slots__ = (
-        "_chunked",
-        "_head",
-        "_http_1_1",
-        "_news",
-        "_no_body",
-        "_pieces",
-        "_protocol",
-        "_proxy",
-        "_refusal",
-        "_size",
-        "_sized",
-        "_transport",
-        "_turn",
-        "disconnected",
-        "headers",
-        "keep_alive",
-        "method",
-        "more_body",
-        "peer",
-        "query",
-        "raw_path",
-        "response_complete",
-        "response_started",
-        "scheme",
-        "switches",
-        "waiting_for_100_continue",
-    )
+    # Defaults in the class: most requests never set most of these.
+    switches = b""
+    disconnected = False
+    response_started = False
+    response_complete = False
+    more_body = True
+    _size = 0
+    _news: Wake | None = None
+    _refusal: TurnError | None = None
+    _turn: Turn | None = None
+    _head: bytes | None = None
+    _chunked = False
+    _no_body = False
+    _sized = False
 
-    def __init__(self, protocol: ClientProtocol, proxy: Proxy, raw_path: bytes, query: bytes, http_1_1: bool) -> None:
+    def __init__(
+        self, protocol: ClientProtocol, proxy: Proxy, method: bytes, raw_path: bytes, query: bytes, http_1_1: bool
+    ) -> None:
         parser = protocol.parser
         self._protocol, self._proxy = protocol, proxy
         self._transport = protocol.transport
         self.peer, self.scheme = protocol.peer, protocol.scheme_name
         self._http_1_1 = http_1_1
-        self.method: bytes = parser.get_method()
-        self.raw_path, self.query, self.headers = raw_path, query, protocol.headers
+        self.method, self.raw_path, self.query, self.headers = method, raw_path, query, protocol.headers
         self.keep_alive: bool = http_1_1 and parser.should_keep_alive()
         self.waiting_for_100_continue = protocol.expect_100_continue
-        self.switches = b""
         if http_1_1 and self.method == b"GET" and parser.should_upgrade():
             self.switches = _websocket(protocol.headers)
-        self.disconnected = self.response_started = self.response_complete = False
-        self.more_body = True
         self._pieces: list[bytes] = []
-        self._size = 0
-        self._news: Wake | None = None
-        self._refusal: TurnError | None = None
-        self._turn: Turn | None = None
-        self._head: bytes | None = None
-        self._chunked = self._no_body = self._sized = False
 
     # -- the request's coming
 
@@ -659,8 +632,10 @@ def _header_size(header: Header) -> int:
     return len(header[0]) + len(header[1]) + 4
 
 
-def _split_target(url: bytes) -> tuple[bytes, bytes]:
-    """Path and query of a request target, as they came. Raises TurnError for what names no resource of ours."""
+@functools.lru_cache(maxsize=1024)
+def _read_target(url: bytes) -> tuple[bytes, bytes, str, bool]:
+    """Of a request target: path and query as they came, the path as it is meant, and whether that leads elsewhere
+    by dots. Raises TurnError for what names no resource of ours."""
     if b"#" in url:
         raise TurnError("invalid_request", "a request target has no fragment")
     if not url.startswith(b"/"):
@@ -672,8 +647,12 @@ def _split_target(url: bytes) -> tuple[bytes, bytes]:
         if b"?" in authority:
             raise TurnError("invalid_request", "the request target has no path")
         url = slash + path or b"/"
-    path, _, query = url.partition(b"?")
-    return path, query
+    raw_path, _, query = url.partition(b"?")
+    try:
+        meant = unquote(raw_path.decode("ascii"))
+    except UnicodeDecodeError:
+        raise TurnError("invalid_request", "the request target is not ASCII") from None
+    return raw_path, query, meant, _DOTS.search(meant.encode("utf-8", "replace")) is not None
 
 
 def _websocket(headers: Sequence[Header]) -> bytes:

@@ -44,15 +44,20 @@ def sort_request(
     """The header lines that go on to the worker, all but those `kept_back`, and the values of the `wanted` ones."""
     lines: list[bytes] = []
     noted: Noted = {}
-    for name, value in headers:
+    for pair in headers:
+        name, value = pair
         if name in wanted:
-            noted.setdefault(name, []).append(value)
+            if name in noted:
+                noted[name].append(value)
+            else:
+                noted[name] = [value]
         if name not in kept_back:
-            lines += (name, b": ", value, b"\r\n")
+            lines.append(b": ".join(pair))
         elif name == b"connection" and connection_named(value):
             drop = {b"connection"}.union(*(connection_named(line) for key, line in headers if key == b"connection"))
             return sort_request([pair for pair in headers if pair[0] not in drop], wanted, kept_back)
-    return b"".join(lines), noted
+    lines.append(b"")
+    return b"\r\n".join(lines), noted
 
 
 FORWARDED = frozenset(

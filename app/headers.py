@@ -118,7 +118,7 @@ def response_headers(headers: list[Header], status: int) -> list[Header]:
         elif name == b"connection" and connection_named(pair[1]):
             drop = {b"connection"}.union(*(connection_named(value) for key, value in headers if key == b"connection"))
             return response_headers([other for other in headers if other[0] not in drop], status)
-    if status in _BODILESS:
+    if status in _BODILESS or status < 200:
         # RFC 9112 6.3: these have no body whatever the header says, and the server in front checks its length.
         return [pair for pair in kept if pair[0] != b"content-length"]
     return kept

@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check bench-claims soak clean
+.PHONY: run test check bench bench-peers bench-claims soak clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -18,6 +18,19 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict app backends mocker
+
+# What the router costs beside other proxies, see benchmarks/README.md
+bench: $(READY)
+	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.proxy $(if $(QUICK),--quick)
+
+# The proxies to compare with, each in an environment of its own below .bench/; nginx and haproxy are the system's
+bench-peers: $(READY)
+	@grep -v '^#' benchmarks/peers.txt | while read -r package; do \
+		name=$$(echo "$$package" | sed 's/[[=].*//'); \
+		$(BIN)/python -m venv .bench/peers/$$name && \
+		.bench/peers/$$name/bin/python -m pip install -qq --disable-pip-version-check "$$package" && \
+		echo "$$package is installed" || echo "$$package cannot be installed here, and is left out" >&2; \
+	done
 
 # What a session's claim costs, see benchmarks/README.md; gRPC would remark on each process that is started
 bench-claims: $(READY)

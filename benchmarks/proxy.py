@@ -37,7 +37,7 @@ from benchmarks.children import (
     raise_file_limit,
     wait_listening,
 )
-from benchmarks.proxy_load import MOST_CONNECTIONS, Load, Outcome, request_body
+from benchmarks.proxy_load import MOST_CONNECTIONS, SATURATED, Load, Outcome, request_body
 from benchmarks.proxy_peers import PEERS, Peer, Place, coatcheck, find, version
 from benchmarks.tables import Table, machine, met
 
@@ -55,7 +55,6 @@ FIRST_TURNS_PER_SECOND = 1000.0
 WARM_UP_S = 0.3
 BUSY = 0.8
 """Part of a core from which on clients or workers may have been what was measured."""
-SATURATED = 0.9
 FULL = 0.05
 """Part of the machine that is idle, below which everybody waited for a core."""
 COMPARED_BY_STREAMS = ("nginx", "vllm-router", "sglang-router")
@@ -234,9 +233,11 @@ class Bench:
     def _loads(self, stack: Stack, base: Load, scale: Sequence[int]) -> None:
         sizes, wanted = self.sizes, stack.measures
         knows_sessions = stack.peer is not None and bool(stack.peer.session_header)
+        part = stack.peer.chunks_part if stack.peer is not None else 1.0
 
         def run(measure: str, **changes: Any) -> None:
             self.results.add(stack, measure, self.load(msgspec.structs.replace(base, **changes)))
+            _wait_quiet(base.proxy)
 
         warm_up = self.load(msgspec.structs.replace(base, kind="requests", seconds=WARM_UP_S))
         self.results.add(stack, "idle after requests", warm_up)
@@ -246,8 +247,8 @@ class Bench:
             run(
                 f"streams {count}",
                 kind="streams",
-                connections=count,
-                rate=CHUNKS_PER_SECOND,
+                connections=max(1, int(count * part)),
+                rate=CHUNKS_PER_SECOND * part,
                 seconds=sizes.stream_s,
                 probes=probes,
                 probe_seconds=sizes.probe_s,
@@ -293,6 +294,15 @@ def _joined(first: Outcome, second: Outcome) -> Outcome:
         errors=first.errors + second.errors,
         error=first.error or second.error,
     )
+
+
+def _wait_quiet(pids: Sequence[int]) -> None:
+    """Until the proxy is done with the clients that have left; what it still does would count as the next load's."""
+    for _ in range(30):
+        before = procfs.cpu(pids)
+        time.sleep(0.1)
+        if procfs.cpu(pids).since(before) < 0.01:
+            return
 
 
 def _wait_serving(child: Child, port: int) -> None:
@@ -631,7 +641,9 @@ def choose(
         if executable is None:
             missing[name] = "`make bench-peers` installs it" if peer.package else "it is not installed in this system"
             continue
-        counts = whole if name in COMPARED_BY_STREAMS else tuple(count for count in whole if count == MEMORY_STREAMS)
+        counts = whole if name in COMPARED_BY_STREAMS else whole[1:2]
+        if peer.chunks_part < 1:
+            name, counts = f"{name}, {peer.chunks_part:.0%} of the chunks", ()
         stacks.append(Stack(name, peer, executable, measures=common, scale=counts))
         if name == "nginx" and "processes" in wanted:
             stacks.append(Stack("nginx, 2 processes", peer, executable, measures=both, processes=2))

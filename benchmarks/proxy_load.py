@@ -31,6 +31,8 @@ PROBE_CONNECTIONS = 8
 START_LIMIT_S = 30.0
 OVERALL_LIMIT_S = 60.0
 """Beyond the window."""
+SATURATED = 0.9
+"""Cores; more than this and a proxy of one thread has no more."""
 OPENING = 50
 """Connections that are opened at once."""
 SETTLE_S = 0.4
@@ -339,7 +341,8 @@ class Clients:
         self.outcome.units, meter.noting = meter.chunks - before, False
         window.close(self.outcome)
         self.outcome.latency_us = spread_us(meter.taken_ns)
-        for sessions in load.probes:
+        # Where chunks queue, a request would wait for so long that the probes would never end.
+        for sessions in load.probes if self.outcome.cpu_s < SATURATED * self.outcome.seconds else ():
             self.outcome.ttft_us[sessions] = await self._probe(sessions)
         meter.closing = True
         for stream in streams:

@@ -49,6 +49,8 @@ class Peer:
     session_header: str = "x-dynamo-session-id"
     """Empty: it knows no sessions."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    chunks_part: float = 1.0
+    """Part of the streams, and so of the chunks, that it can be given."""
 
 
 def _nginx(place: Place) -> list[str]:
@@ -80,7 +82,7 @@ def _haproxy(place: Place) -> list[str]:
     config = f"""
 global
   nbthread {place.processes}
-  maxconn 10000
+  maxconn 5000
 defaults
   mode http
   timeout connect 5s
@@ -210,6 +212,8 @@ def _litellm(place: Place) -> list[str]:
         str(place.port),
         "--num_workers",
         str(place.processes),
+        "--log_config",
+        place.file("log.json", json.dumps({"version": 1, "disable_existing_loggers": True})),
     ]
 
 
@@ -256,6 +260,7 @@ PEERS = {
             "litellm",
             _litellm,
             session_header="",
+            chunks_part=0.05,
             environment={"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"},
         ),
     )

@@ -2,8 +2,8 @@
 benchmarks.proxy_worker PORT`.
 
 A request's `max_tokens` says how many chunks its stream has, and its `seed` how many microseconds are between them:
-fields that every proxy passes on. The first chunk comes at once. Each says in its text when it was written, by the
-monotonic clock, which all processes of a machine share.
+fields that every proxy passes on (some rename the first). The first chunk comes at once. Each says in its text when it
+was written, by the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STOP = (
 )
 _LAST = b"%x\r\n%b\r\n0\r\n\r\n" % (len(_STOP), _STOP)
 _STREAMS = re.compile(rb'"stream":\s*true')
-_CHUNKS = re.compile(rb'"max_tokens":\s*(\d+)')
+_CHUNKS = re.compile(rb'"max_(?:completion_)?tokens":\s*(\d+)')
 _PAUSE_US = re.compile(rb'"seed":\s*(\d+)')
 _ENDS = 4096
 """Of a body only this much is kept of either end; the fields looked for stand before or behind the messages."""

@@ -69,10 +69,11 @@ US, MS, MIB, KIB = 1e6, 1e3, 1 << 20, 1 << 10
 @dataclass(frozen=True)
 class Sizes:
     rounds: int = 3
-    request_s: float = 0.6
-    """Of one window; there are two of each kind."""
+    request_s: float = 0.4
+    """Of one window; there are four of each kind."""
     body_s: float = 1.2
-    stream_s: float = 3.0
+    stream_s: float = 2.5
+    scale_s: float = 2.0
     probe_s: float = 1.0
     first_turns_s: float = 5.0
     scale: Sequence[int] = (50, 800, 2000)
@@ -85,6 +86,7 @@ class Sizes:
             request_s=self.request_s * part,
             body_s=self.body_s * part,
             stream_s=self.stream_s * part,
+            scale_s=self.scale_s * part,
             probe_s=self.probe_s * part,
             first_turns_s=self.first_turns_s * part,
             scale=tuple(max(1, int(count * part)) for count in self.scale),
@@ -92,7 +94,7 @@ class Sizes:
         )
 
 
-QUICK = Sizes(rounds=2, request_s=0.5, body_s=1.0, stream_s=2.0, first_turns_s=3.0, scale=(MEMORY_STREAMS,), quick=True)
+QUICK = Sizes(rounds=2, body_s=1.0, stream_s=2.0, first_turns_s=3.0, scale=(MEMORY_STREAMS,), quick=True)
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ class Bench:
                 kind="streams",
                 connections=max(1, int(count * part)),
                 rate=CHUNKS_PER_SECOND * part,
-                seconds=sizes.stream_s,
+                seconds=sizes.stream_s if count == sizes.streams else sizes.scale_s,
                 probes=probes,
                 probe_seconds=sizes.probe_s,
             )
@@ -265,13 +267,14 @@ class Bench:
                 probe_seconds=sizes.probe_s,
             )
         if "requests" in wanted:
-            kinds = ["none", *(["warm"] if knows_sessions else []), *(["cold"] if stack.cold else [])]
-            halves: defaultdict[str, list[Outcome]] = defaultdict(list)
-            for sessions in [*kinds, *reversed(kinds)]:  # so that what drifts meets all kinds alike
+            kinds = ["none", "warm"] if knows_sessions else ["none"]
+            windows: defaultdict[str, list[Outcome]] = defaultdict(list)
+            # There and back, so that what drifts meets both alike; new sessions last, for they leave work behind.
+            for sessions in [*[*kinds, *reversed(kinds)] * 2, *(["cold"] * 2 if stack.cold else [])]:
                 changes = {"kind": "requests", "sessions": sessions, "seconds": sizes.request_s}
-                halves[sessions].append(self.load(msgspec.structs.replace(base, **changes)))
-            for sessions, (first, second) in halves.items():
-                self.results.add(stack, f"requests {sessions}".removesuffix(" none"), _joined(first, second))
+                windows[sessions].append(self.load(msgspec.structs.replace(base, **changes)))
+            for sessions, parts in windows.items():
+                self.results.add(stack, f"requests {sessions}".removesuffix(" none"), _joined(parts))
         if "bodies" in wanted:
             run("bodies", kind="requests", connections=4, body_bytes=BODY_BYTES, seconds=sizes.body_s)
         if "first-turns" in wanted:
@@ -285,14 +288,14 @@ class Bench:
             )
 
 
-def _joined(first: Outcome, second: Outcome) -> Outcome:
+def _joined(parts: Sequence[Outcome]) -> Outcome:
     return msgspec.structs.replace(
-        first,
-        units=first.units + second.units,
-        seconds=first.seconds + second.seconds,
-        cpu_s=first.cpu_s + second.cpu_s,
-        errors=first.errors + second.errors,
-        error=first.error or second.error,
+        parts[0],
+        units=sum(part.units for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        cpu_s=sum(part.cpu_s for part in parts),
+        errors=sum(part.errors for part in parts),
+        error=next((part.error for part in parts if part.error), ""),
     )
 
 

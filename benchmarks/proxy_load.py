@@ -36,6 +36,7 @@ SATURATED = 0.9
 OPENING = 50
 """Connections that are opened at once."""
 SETTLE_S = 0.4
+REQUESTS_SETTLE_S = 0.15
 MOST_CONNECTIONS = 1000
 ENDLESS = 1_000_000
 PROMPT_LINE = 'def hook(coat):\n    return "ticket for " + coat  # one line of the prompt\n'
@@ -302,7 +303,7 @@ class Clients:
         async with asyncio.TaskGroup() as group:
             for number in range(load.connections):
                 group.create_task(client(number))
-            await asyncio.sleep(min(SETTLE_S, load.seconds))
+            await asyncio.sleep(REQUESTS_SETTLE_S)
             window = Window(load)
             before = len(taken_ns)
             await asyncio.sleep(load.seconds)

@@ -26,7 +26,7 @@ bench: $(READY)
 # The proxies to compare with, each in an environment of its own below .bench/; nginx and haproxy are the system's
 bench-peers: $(READY)
 	@grep -v '^#' benchmarks/peers.txt | while read -r package; do \
-		name=$$(echo "$$package" | sed 's/[[=].*//'); \
+		name=$$(echo "$$package" | sed 's/[=[].*//'); \
 		$(BIN)/python -m venv .bench/peers/$$name && \
 		.bench/peers/$$name/bin/python -m pip install -qq --disable-pip-version-check "$$package" && \
 		echo "$$package is installed" || echo "$$package cannot be installed here, and is left out" >&2; \

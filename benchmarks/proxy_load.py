@@ -303,7 +303,7 @@ class Clients:
         async with asyncio.TaskGroup() as group:
             for number in range(load.connections):
                 group.create_task(client(number))
-            await asyncio.sleep(REQUESTS_SETTLE_S)
+            await asyncio.sleep(min(REQUESTS_SETTLE_S, load.seconds))
             window = Window(load)
             before = len(taken_ns)
             await asyncio.sleep(load.seconds)

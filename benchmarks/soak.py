@@ -211,7 +211,7 @@ def soak(seconds: float, folder: Path, children: Children) -> bool:
         others = (spent.busy_s - busy.busy_s) / (time.monotonic() - began)
         after = _back_to_rest(router, asking, before)
 
-    verdict = judge(samples, before, after, asking, control, report, fleet)
+    verdict = judge(samples, before, after, asking.took_ms, control.took_ms, report, fleet.killed)
     print(_course(samples).markdown())
     counts = ", ".join(f"{count:,} of {client}" for client, count in sorted(report.turns.items()))
     print(
@@ -226,11 +226,12 @@ def judge(
     samples: Sequence[Sample],
     before: Sample,
     after: Sample,
-    asking: Asking,
-    control: Asking,
+    lags_ms: Sequence[float],
+    idle_ms: Sequence[float],
     report: Report,
-    fleet: Fleet,
+    killed: Sequence[tuple[str, float]],
 ) -> Verdict:
+    """`idle_ms`: what a process that has nothing to do took to answer."""
     verdict = Verdict()
     warm = [sample for sample in samples if sample.at_s >= WARM_UP * samples[-1].at_s]
     slope, start = linear_regression([s.at_s for s in warm], [float(s.resident) for s in warm])
@@ -256,7 +257,7 @@ def judge(
     )
     for name in GAUGES:
         verdict.add(f"`{name}` then", "0", f"{after.gauges[name]:g}", after.gauges[name] == 0)
-    unprovoked = [each for each in report.unexpected if not provoked(each, fleet.killed)]
+    unprovoked = [each for each in report.unexpected if not provoked(each, killed)]
     count = len(unprovoked) + report.others
     verdict.add(
         "what clients did not expect",
@@ -266,12 +267,11 @@ def judge(
     )
     for what, times in Counter(f"{each.client}: {_general(each.what)}" for each in unprovoked).most_common(10):
         print(f"not expected, {times}×: {what}")
-    lag, idle = p99(asking.took_ms), p99(control.took_ms)
+    lag, idle = p99(lags_ms), p99(idle_ms)
     verdict.add(
         "lag of the loop, p99",
         f"< {LAG_LIMIT_MS:.0f} ms",
-        f"{lag:.1f} ms, p50 {median(asking.took_ms):.1f} ms (an idle process: {idle:.1f} and "
-        f"{median(control.took_ms):.1f} ms)",
+        f"{lag:.1f} ms, p50 {median(lags_ms):.1f} ms (an idle process: {idle:.1f} and {median(idle_ms):.1f} ms)",
         lag < LAG_LIMIT_MS,
     )
     verdict.add("cores used by the router", f"≤ {CPU_LIMIT}", f"{_cores(samples):.2f}", _cores(samples) <= CPU_LIMIT)

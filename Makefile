@@ -53,7 +53,7 @@ soak-proxy: $(READY)
 	@$(BIN)/python -m benchmarks.soak --seconds $(or $(SOAK_SECONDS),1800)
 
 clean:
-	rm -rf .venv .coatcheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .coatcheck .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The first of these that is new enough.

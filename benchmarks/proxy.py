@@ -129,11 +129,11 @@ class Results:
             text = " ".join(outcome.error.split())[:200] or "no answers"
             self.failures[f"{label}: {text}"] += 1
             return
-        self.windows += 1
         self.others.append(outcome.others_busy)
-        if "streams" in measure:  # those take what they can get
+        self.limited[label] += max(outcome.clients_busy, outcome.workers_busy) > BUSY
+        if "streams" in measure:  # the other loads take all that they can get
+            self.windows += 1
             self.full += outcome.idle < FULL
-            self.limited[label] += max(outcome.clients_busy, outcome.workers_busy) > BUSY
             self.saturated[label] += outcome.cpu_s / outcome.seconds > SATURATED * stack.processes
         self.outcomes[stack.name, measure].append(outcome)
 
@@ -294,6 +294,8 @@ def _joined(parts: Sequence[Outcome]) -> Outcome:
         units=sum(part.units for part in parts),
         seconds=sum(part.seconds for part in parts),
         cpu_s=sum(part.cpu_s for part in parts),
+        clients_busy=max(part.clients_busy for part in parts),
+        workers_busy=max(part.workers_busy for part in parts),
         errors=sum(part.errors for part in parts),
         error=next((part.error for part in parts if part.error), ""),
     )
@@ -552,7 +554,7 @@ def remarks(results: Results, stacks: Iterable[Stack], missing: Mapping[str, str
     for failure, times in results.failures.items():
         yield f"- failed, {times}×: {failure}"
     for what, counted in (
-        ("clients or workers needed most of a core, so that latencies are theirs", results.limited),
+        ("clients or workers needed most of a core, and may have been the limit", results.limited),
         ("the proxy had no more CPU to use", results.saturated),
     ):
         labels = [f"{label} ({times}×)" for label, times in counted.items() if times]
@@ -561,7 +563,7 @@ def remarks(results: Results, stacks: Iterable[Stack], missing: Mapping[str, str
     if results.others:
         yield (
             f"- other work on this machine took {median(results.others):.1f} cores (median); the machine was full in "
-            f"{results.full} of {results.windows} windows"
+            f"{results.full} of {results.windows} windows with streams"
         )
 
 

@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check bench-claims soak clean
+.PHONY: run test check bench bench-peers bench-claims soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -19,23 +19,41 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict app backends mocker
 
+# What the router costs beside other proxies, see benchmarks/README.md
+bench: $(READY)
+	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.proxy $(if $(QUICK),--quick)
+
+# The proxies to compare with, each in an environment of its own below .bench/; nginx and haproxy are the system's
+bench-peers: $(READY)
+	@grep -v '^#' benchmarks/peers.txt | while read -r package; do \
+		name=$$(echo "$$package" | sed 's/[=[].*//'); \
+		$(BIN)/python -m venv .bench/peers/$$name && \
+		.bench/peers/$$name/bin/python -m pip install -qq --disable-pip-version-check "$$package" && \
+		echo "$$package is installed" || echo "$$package cannot be installed here, and is left out" >&2; \
+	done
+
 # What a session's claim costs, see benchmarks/README.md; gRPC would remark on each process that is started
 bench-claims: $(READY)
 	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.claims $(if $(QUICK),--quick)
 
-SOAK_SECONDS ?= 600
+# Of each soak: `make soak SOAK_SECONDS=60`
+SOAK_SECONDS ?=
 SOAK_STORE ?= file etcd
 SOAK_SEED ?=
 
-# Faults under load, and whether what happened was legal: SOAK_SECONDS on each store, see tests/e2e/history/
+# Faults under load, and whether what happened was legal: ten minutes on each store, see tests/e2e/history/
 soak: $(READY)
 	@for store in $(SOAK_STORE); do \
-		$(BIN)/python -m tests.e2e.history --store $$store --seconds $(SOAK_SECONDS) \
+		$(BIN)/python -m tests.e2e.history --store $$store --seconds $(or $(SOAK_SECONDS),600) \
 			$(if $(SOAK_SEED),--seed $(SOAK_SEED)) || exit 1; \
 	done
 
+# Half an hour of mixed load: whether the router leaks, stalls or fails, see benchmarks/README.md
+soak-proxy: $(READY)
+	@$(BIN)/python -m benchmarks.soak --seconds $(or $(SOAK_SECONDS),1800)
+
 clean:
-	rm -rf .venv .coatcheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .coatcheck .bench .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # The first of these that is new enough.

@@ -12,9 +12,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
-import platform
 import secrets
 import shutil
 import sys
@@ -23,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, Self
 
 import aetcd
@@ -33,6 +31,7 @@ from app.affinity import Affinity
 from backends import ClaimStore, ClaimValue, Deleted, Reset, open_store
 from backends.base import encode_value
 from benchmarks.claims_child import SESSION_TTL, WORKER, new_affinity, session_key
+from benchmarks.tables import Table, machine, met, p99
 from tests.support.etcd import EtcdServer
 
 REPO = Path(__file__).parents[1]
@@ -61,24 +60,6 @@ class Sizes:
     def scaled(cls, scale: float) -> Self:
         full = cls()
         return cls(**{name: max(20, int(size * scale)) for name, size in vars(full).items()})
-
-
-@dataclass(frozen=True)
-class Table:
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-    def markdown(self) -> str:
-        lines = [
-            f"### {self.title}",
-            "",
-            f"| {' | '.join(self.columns)} |",
-            "|" + "---|" * len(self.columns),
-            *(f"| {' | '.join(row)} |" for row in self.rows),
-        ]
-        return "\n".join([*lines, "", self.note, ""] if self.note else [*lines, ""])
 
 
 # --- a: the first turn -----------------------------------------------------------------------------------------------
@@ -112,7 +93,7 @@ async def first_turn(bench: Bench) -> Table:
                 "–" if bare is None else f"{bare * 1e6:.0f} µs",
                 f"{p50['store'] * 1e6:.0f} µs",
                 f"{p50['bind'] * 1e6:.0f} µs",
-                _met(p50["store"] / bare <= FIRST_TURN_LIMIT) if kind == "etcd" and bare else "–",
+                met(p50["store"] / bare <= FIRST_TURN_LIMIT) if kind == "etcd" and bare else "–",
             ]
         )
     return Table(
@@ -171,7 +152,7 @@ async def cached_turn(bench: Bench) -> Table:
                 windows.append(_cached_window(affinity, keys, rounds))
                 await asyncio.sleep(0)  # the watch goes on
         best = min(windows) * 1e6
-        rows.append([kind, f"{best:.2f} µs", f"{median(windows) * 1e6:.2f} µs", _met(best < CACHED_LIMIT_US)])
+        rows.append([kind, f"{best:.2f} µs", f"{median(windows) * 1e6:.2f} µs", met(best < CACHED_LIMIT_US)])
     hashing = [_hash_window(bench.sizes.per_window) for _ in range(bench.sizes.windows)]
     rows.append(["hashing the key", f"{min(hashing) * 1e6:.2f} µs", f"{median(hashing) * 1e6:.2f} µs", "–"])
     return Table(
@@ -224,7 +205,7 @@ async def idle_claims(bench: Bench) -> Table:
                 f"{kept[-1]['entries']:,}",
                 f"{each:.0f}",
                 f"{_mib(kept[-1]['resident'] - kept[0]['resident'])}",
-                _met(each <= ENTRY_LIMIT_BYTES),
+                met(each <= ENTRY_LIMIT_BYTES),
             ],
             [
                 f"{bound:,}",
@@ -232,7 +213,7 @@ async def idle_claims(bench: Bench) -> Table:
                 f"{passing[-1]['entries']:,}",
                 "–",
                 f"{_mib(full['resident'] - passing[0]['resident'])}; {_mib(grown, sign=True)} in the next {after:,}",
-                _met(passing[-1]["entries"] == bound and grown < 0.05 * after * each),
+                met(passing[-1]["entries"] == bound and grown < 0.05 * after * each),
             ],
         ],
         "Resident memory above that of the same process with no entries. Keys and nonces differ, and claims are "
@@ -289,9 +270,9 @@ async def deletions(bench: Bench) -> Table:
                 f"{count - len(lags)} of {count:,}",
                 f"{left} of {entries:,}",
                 f"{median(lags) * 1e3:.1f} ms",
-                f"{_p99(lags) * 1e3:.1f} ms",
+                f"{p99(lags) * 1e3:.1f} ms",
                 f"{median(done['took']) * 1e3:.1f} ms",
-                _kept_up(rate) if not resets and len(lags) == count and not left else _met(False),
+                _kept_up(rate) if not resets and len(lags) == count and not left else met(False),
             ]
         )
     return Table(
@@ -486,29 +467,12 @@ async def _child(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in said.splitlines()]
 
 
-def _p99(ordered: Sequence[float]) -> float:
-    return quantiles(ordered, n=100, method="inclusive")[98] if len(ordered) > 1 else math.nan
-
-
 def _mib(size: float, *, sign: bool = False) -> str:
     return f"{size / 1048576:{'+' if sign else ''}.0f} MiB"
 
 
 def _kept_up(rate: float) -> str:
     return "yes" if rate >= 0.95 * DELETES_PER_SECOND else f"yes, at {rate:,.0f}/s"
-
-
-def _met(fact: bool) -> str:
-    return "yes" if fact else "**no**"
-
-
-def machine() -> str:
-    """In general words."""
-    load = os.getloadavg()[0]
-    return (
-        f"{os.cpu_count()} cores ({platform.machine()}, {platform.system()}), Python {platform.python_version()}; "
-        f"load average at the start {load:.1f}"
-    )
 
 
 MEASURES: dict[str, Callable[[Bench], Awaitable[Table]]] = {

@@ -19,6 +19,7 @@ from tests.support.raw import (
     POST,
     Answer,
     Client,
+    Kept,
     Live,
     Peer,
     answers,
@@ -34,9 +35,14 @@ CAP = 100_000
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with Live(max_body_bytes=CAP) as live:
-        yield live
+def kept() -> Iterator[Kept]:
+    with contextlib.closing(Kept(max_body_bytes=CAP)) as kept:
+        yield kept
+
+
+@pytest.fixture
+def live(kept: Kept) -> Live:
+    return kept.get()
 
 
 SMUGGLED = post(target=b"/v1/smuggled")
@@ -492,15 +498,10 @@ SLOW = [
 
 
 @pytest.fixture(scope="module")
-def impatient() -> Iterator[Live]:
-    with Live(client_head_timeout=PATIENCE, client_body_timeout=PATIENCE, keepalive_timeout=KEEP_ALIVE) as live:
-        yield live
-
-
-@pytest.fixture(scope="module")
-def outcomes(impatient: Live) -> dict[str, Outcome | Exception]:
+def outcomes() -> dict[str, Outcome | Exception]:
     """All rows at once: each is nearly all waiting."""
-    return asyncio.run(_play(impatient))
+    with Live(client_head_timeout=PATIENCE, client_body_timeout=PATIENCE, keepalive_timeout=KEEP_ALIVE) as live:
+        return asyncio.run(_play(live))
 
 
 class Outcome(NamedTuple):

@@ -21,6 +21,7 @@ from tests.support.raw import (
     POST,
     STREAM,
     Client,
+    Kept,
     Live,
     Peer,
     answers,
@@ -39,9 +40,14 @@ CAP = 40 * MIB
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with Live(max_body_bytes=CAP) as live:
-        yield live
+def kept() -> Iterator[Kept]:
+    with contextlib.closing(Kept(max_body_bytes=CAP)) as kept:
+        yield kept
+
+
+@pytest.fixture
+def live(kept: Kept) -> Live:
+    return kept.get()
 
 
 class Row(NamedTuple):
@@ -292,7 +298,7 @@ KEPT = [
 
 
 class Trust(NamedTuple):
-    trusted: str
+    trusted: tuple[str, ...] | str
     """The setting `trusted_proxies`."""
     sent: tuple[bytes, ...]
     at_worker: list[list[bytes]]
@@ -300,38 +306,27 @@ class Trust(NamedTuple):
 
 
 TRUST = {
-    "nobody is trusted": Trust("", SPOOFED, OURS),
-    "nobody is trusted, and Connection names them": Trust("", (b"connection: x-forwarded-for, x-real-ip",), OURS),
-    "another is trusted": Trust("10.0.0.0/8", SPOOFED, OURS),
-    "the peer is trusted": Trust("10.0.0.0/8,127.0.0.1", SPOOFED, KEPT),
-    "the peer's network is trusted": Trust("127.0.0.0/8", SPOOFED, KEPT),
-    "all are trusted": Trust("*", SPOOFED, KEPT),
-    "a trusted peer that says nothing": Trust("*", (), OURS),
+    "nobody is trusted": Trust((), SPOOFED, OURS),
+    "nobody is trusted, and Connection names them": Trust((), (b"connection: x-forwarded-for, x-real-ip",), OURS),
+    "another is trusted": Trust(("10.0.0.0/8",), SPOOFED, OURS),
+    "the peer is trusted": Trust(("10.0.0.0/8", "127.0.0.1"), SPOOFED, KEPT),
+    "the peer's network is trusted": Trust(("127.0.0.0/8",), SPOOFED, KEPT),
+    "written as one": Trust("10.0.0.0/8,127.0.0.1", SPOOFED, KEPT),
+    "all are trusted": Trust(("*",), SPOOFED, KEPT),
+    "a trusted peer that says nothing": Trust(("*",), (), OURS),
     "a trusted peer that says some": Trust(
-        "*", (b"x-forwarded-proto: https",), [[b"127.0.0.1"], [b"https"], [b"r.example"], [], []]
+        ("*",), (b"x-forwarded-proto: https",), [[b"127.0.0.1"], [b"https"], [b"r.example"], [], []]
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def trusting() -> Iterator[dict[str, Live]]:
-    """A router for each value of `trusted_proxies`."""
-    with contextlib.ExitStack() as stack:
-        values = dict.fromkeys(row.trusted for row in TRUST.values())
-        yield {
-            value: stack.enter_context(Live(**({"trusted_proxies": value} if value else {})))  # the default is tested
-            for value in values
-        }
-
-
 @pytest.mark.parametrize("row", TRUST.values(), ids=TRUST.keys())
-async def test_worker_is_told_who_asked(request: pytest.FixtureRequest, row: Trust) -> None:
-    live: Live = request.getfixturevalue("trusting" if row.trusted else "live")
-    if row.trusted:
-        live = live[row.trusted]  # type: ignore[index]
-    async with live.worker(answers(OK)) as worker, live.client() as client:
-        await client.send(get(b"/v1/x", *row.sent))
-        await client.answer()
+async def test_worker_is_told_who_asked(row: Trust) -> None:
+    settings = {"trusted_proxies": row.trusted} if row.trusted else {}  # the default is what is tested
+    with Live(**settings) as live:
+        async with live.worker(answers(OK)) as worker, live.client() as client:
+            await client.send(get(b"/v1/x", *row.sent))
+            await client.answer()
     [at_worker] = worker.requests
     values = [at_worker.all(name) for name in NAMES]
     assert [[b", ".join(values[0])], *values[1:]] == row.at_worker

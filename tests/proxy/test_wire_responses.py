@@ -21,6 +21,7 @@ from tests.support.raw import (
     OK_NORMAL,
     STREAM,
     Client,
+    Kept,
     Live,
     Peer,
     answers,
@@ -36,9 +37,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with Live() as live:
-        yield live
+def kept() -> Iterator[Kept]:
+    with contextlib.closing(Kept()) as kept:
+        yield kept
+
+
+@pytest.fixture
+def live(kept: Kept) -> Live:
+    return kept.get()
 
 
 class Row(NamedTuple):

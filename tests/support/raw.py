@@ -267,9 +267,11 @@ class Live:
             self._listeners = [bound(True) for _ in range(workers)]
             ports = [raw.getsockname()[1] for raw in (*nobodies, *self._listeners)]
             urls = tuple(f"http://127.0.0.1:{port},name=w{number}" for number, port in enumerate(ports))
-            made = Settings(claims="memory://", worker=urls, **settings)
+            made = Settings(claims="memory://", worker=urls, **({"drain_timeout": 0} | settings))
             self._server = Server(create_app(made), made)
             self._sockets = stack.pop_all()
+        self.broken = False
+        """A test has left it in disorder; others had better not use it."""
         self.port = self._door.getsockname()[1]
         self.worker_port = ports[absent] if workers else 0
         self._thread = threading.Thread(target=self._server.run, args=([self._door],), name="router")
@@ -292,9 +294,13 @@ class Live:
     @contextlib.asynccontextmanager
     async def worker(self, script: Script, *, number: int = 0) -> AsyncIterator[Worker]:
         """A worker until the block is left; then the router must be at rest."""
-        async with Worker(self._listeners[number], script) as worker:
-            yield worker
-        await self.rest()
+        try:
+            async with Worker(self._listeners[number], script) as worker:
+                yield worker
+            await self.rest()
+        except BaseException:
+            self.broken = True
+            raise
 
     async def connect(self, receive_buffer: int = 0) -> Client:
         raw = socket.socket()
@@ -333,6 +339,26 @@ class Live:
         return not any(
             value for name, value in samples.items() if name.partition("{")[0].removeprefix("coatcheck_") in gauges
         )
+
+
+class Kept:
+    """A router that tests share, until one of them fails."""
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = settings
+        self._live: Live | None = None
+
+    def get(self) -> Live:
+        if self._live is not None and self._live.broken:
+            self.close()
+        if self._live is None:
+            self._live = Live(**self._settings).__enter__()
+        return self._live
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.__exit__(None, None, None)
 
 
 async def until(

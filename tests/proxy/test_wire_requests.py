@@ -651,11 +651,6 @@ PIPELINES: dict[str, list[tuple[bytes, bytes]]] = {
         (echo(b"2", b"connection: upgrade", b"upgrade: h2c"), b"2"),
         (HEALTH, OK_HEALTH),
     ],
-    "a refused one between": [
-        (echo(b"1"), b"1"),
-        (echo(b"2", target=b"/v1/../x"), b"invalid_request"),
-        (echo(b"3"), b"3"),
-    ],
 }
 
 
@@ -680,7 +675,7 @@ async def test_pipelined_requests_are_answered_in_their_order(
         for request, expected in pipeline:
             answer = await client.answer(request.split()[0])
             assert answer.complete
-            assert answer.body == expected or (b"/../" in request and expected in answer.body)
+            assert answer.body == expected
         await sending
 
 
@@ -693,10 +688,11 @@ async def test_nothing_is_served_after_the_last_request(live: Live) -> None:
     assert [request.body for request in worker.requests] == [b"1", b"2"]
 
 
-async def test_good_request_before_a_bad_one_keeps_its_answer(live: Live) -> None:
-    """The refusal must not be taken for the answer to the first."""
+@pytest.mark.parametrize("bad", [b"nonsense\r\n\r\n", echo(b"2", target=b"/v1/../x"), echo(b"2", b"content-length: 2")])
+async def test_good_request_before_a_bad_one_keeps_its_answer(live: Live, bad: bytes) -> None:
+    """The refusal must not be taken for the answer to the first; the connection may as well end behind that."""
     async with live.worker(echoes) as worker, live.client() as client:
-        await client.send(echo(b'"first"') + b"nonsense\r\n\r\n" + echo(b"3"))
+        await client.send(echo(b'"first"') + bad + echo(b"3"))
         assert (await client.answer()).body == b'"first"'
         if rest := await client.rest():
             openai_error(http_model.read_answer(rest, b"POST", True)[0], [400])

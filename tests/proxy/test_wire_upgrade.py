@@ -156,15 +156,17 @@ async def test_many_bytes_both_ways_at_once(live: Live) -> None:
         sending = asyncio.create_task(peer.send(*[down] * amount, pause=0))
         digests.append(hashlib.sha256(await peer.exactly(amount * MIB)).digest())
         await sending
+        took.set()
         await peer.rest()
 
-    async with live.worker(script), live.client() as client:
+    took = asyncio.Event()
+    async with live.worker(script), live.client() as client, asyncio.timeout(LIMIT):
         await client.send(handshake())
         await switched(client)
         sending = asyncio.create_task(client.send(*[up] * amount, pause=0))
         digests.append(hashlib.sha256(await client.exactly(amount * MIB)).digest())
         await sending
-        client.close()
+        await took.wait()
     assert sorted(digests) == sorted(hashlib.sha256(block * amount).digest() for block in (up, down))
 
 

@@ -269,7 +269,6 @@ MOVED = {
     OWN + b"1/v1/y": None,  # another port
     OWN + b"@evil/v1/y": None,  # a user, and another host
     OWN + b".evil/v1/y": None,
-    b"https://127.0.0.1:%d/v1/y": None,  # another origin
     b"http://127.0.0.1:1/v1/y": None,
     b"http://other:%d/v1/y": None,
     b"http://other/v1/y?back=http://127.0.0.1:%d/x": None,

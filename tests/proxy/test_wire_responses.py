@@ -338,6 +338,17 @@ async def test_redirect_is_not_followed_and_does_not_tell_the_workers_address(
     assert len(worker.requests) == len(MOVED)
 
 
+async def test_path_of_a_redirect_is_not_taken_for_an_authority(live: Live) -> None:
+    """RFC 3986 4.2: `//evil/x` as a path would lead to another host."""
+    for name in (b"location", b"content-location"):
+        said = OWN % live.worker_port + b"//evil/x"
+        moved, _ = length(b"moved", b"%b: %b" % (name, said), status=b"302 X")
+        async with live.worker(answers(moved)), live.client() as client:
+            await client.send(get(b"/v1/x"))
+            [told] = (await client.answer(b"GET")).all(name)
+        assert told in (said, b"/.//evil/x")
+
+
 async def test_interim_answer_comes_before_the_final_one(live: Live) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
@@ -550,6 +561,8 @@ class Excess(NamedTuple):
 EXCESS = [
     Excess("a longer body than was declared", FINAL + b"-and more", FINAL_NORMAL),
     Excess("a second answer", REPEATED, FINAL_NORMAL),
+    Excess("a second answer without a body", FINAL + b"HTTP/1.1 204 X\r\n\r\n", FINAL_NORMAL),
+    Excess("an interim answer behind the answer", FINAL + HINTS, FINAL_NORMAL),
     Excess("a second answer behind a chunked one", CHUNKED + chunk(b"ok") + END + FINAL, FINAL_NORMAL),
     Excess("a line end behind the answer", FINAL + b"\r\n", FINAL_NORMAL, harmless=True),
     Excess("a body behind 204", b"HTTP/1.1 204 X\r\n\r\n" + b"no", b"204\r\n\r\n"),

@@ -689,10 +689,12 @@ async def test_nothing_is_served_after_the_last_request(live: Live) -> None:
 
 
 @pytest.mark.parametrize("bad", [b"nonsense\r\n\r\n", echo(b"2", target=b"/v1/../x"), echo(b"2", b"content-length: 2")])
-async def test_good_request_before_a_bad_one_keeps_its_answer(live: Live, bad: bytes) -> None:
+@pytest.mark.parametrize("cut", [0, 30, -2, 99], ids=["at once", "in the head", "in the body", "behind the first"])
+async def test_good_request_before_a_bad_one_keeps_its_answer(live: Live, bad: bytes, cut: int) -> None:
     """The refusal must not be taken for the answer to the first; the connection may as well end behind that."""
+    good = echo(b'"first"')
     async with live.worker(echoes) as worker, live.client() as client:
-        await client.send(echo(b'"first"') + bad + echo(b"3"))
+        await client.send(good[:cut], good[cut:] + bad + echo(b"3"), pause=0.005)
         assert (await client.answer()).body == b'"first"'
         if rest := await client.rest():
             openai_error(http_model.read_answer(rest, b"POST", True)[0], [400])

@@ -22,7 +22,7 @@ ENDS_HERE = {b"expect", b"forwarded", b"x-real-ip"}
 """Of a request from a peer that is not trusted."""
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_request_line = re.compile(rb"(%b) ([\x21\x22\x24-\x7e]+) HTTP/1\.([01])" % _TOKEN).fullmatch
+_request_line = re.compile(rb"(%b) +([\x21\x22\x24-\x7e]+) +HTTP/1\.([01])" % _TOKEN).fullmatch  # 3: any space will do
 _status_line = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9][0-9])(?: [\t\x20-\x7e\x80-\xff]*)?").fullmatch
 _field_line = re.compile(rb"(%b):[ \t]*([\t\x20-\x7e\x80-\xff]*)" % _TOKEN).fullmatch
 _host = re.compile(rb"(?:[0-9A-Za-z._~!$&'()*+,;=%\-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?").fullmatch
@@ -143,8 +143,8 @@ def read_answer(data: bytes, method: bytes, ended: bool) -> tuple[Answer, bytes]
 
 def _head(data: bytes, pattern: object) -> tuple[re.Match[bytes], list[Header], int]:
     start = 0
-    while data[start : start + 2] == b"\r\n":  # 2.2: an empty line before a message is ignored
-        start += 2
+    while data[start : start + 1] in (b"\r", b"\n"):  # 2.2, 3: an empty line before a message is ignored
+        start += 1
     end = data.find(b"\r\n\r\n", start)
     lines = bytes(data[start : end if end >= 0 else None]).split(b"\r\n")
     first = pattern(lines[0])  # type: ignore[operator]

@@ -240,6 +240,8 @@ async def _asked(kept: Kept, sent: bytes, read: list[Request], malformed: bool, 
                 assert answer.complete
                 statuses.append(answer.status)
         if malformed:
+            with contextlib.suppress(ConnectionError):
+                await client.send(b"\r\n\r\n")  # some of it is seen only when the head is complete
             rest = await client.rest()
             if rest:
                 refusal, rest = http_model.read_answer(rest, b"POST", True)

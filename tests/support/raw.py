@@ -23,7 +23,7 @@ from app.serve import Server
 from tests.support import http_model
 from tests.support.http_model import Answer, Incomplete, Request
 
-LIMIT = 3.0
+LIMIT = 10.0
 """Seconds that anything awaited here may take."""
 _BLOCK = 1 << 18
 

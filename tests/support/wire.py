@@ -101,6 +101,10 @@ class Wire:
     def write(self, data: bytes) -> None:
         self._writer.write(data)
 
+    async def drain(self) -> None:
+        """Wait until the kernel has taken most of what was written."""
+        await self._writer.drain()
+
     def chat(self, **options: Any) -> None:
         """Ask for a chat completion; options of `chat_request`."""
         self.request("POST", "/v1/chat/completions", *chat_request(**options))

@@ -1,0 +1,125 @@
+"""The control plane against its own description: whatever is asked there, the answer is one that `/openapi.json`
+declares, and never a fault of the router."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from tests.support.raw import Live
+
+MODELS = {"object": "list", "data": [{"id": name, "object": "model"} for name in ("m", "org/m", "caf\u00e9 %2F?")]}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    unsupported_method,
+]
+
+
+class ModelList(BaseHTTPRequestHandler):
+    """A worker that tells its models and nothing else."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        body = json.dumps(MODELS).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ModelList) as worker:
+        serving = threading.Thread(target=worker.serve_forever, args=(0.05,))
+        serving.start()
+        try:
+            with Live(workers=0, worker=(f"http://127.0.0.1:{worker.server_port},name=w",)) as live:
+                yield live
+        finally:
+            worker.shutdown()
+            serving.join()
+
+
+@pytest.fixture(scope="module")
+def control_plane(live: Live) -> schemathesis.BaseSchema:
+    url = f"http://127.0.0.1:{live.port}"
+    with _session() as session:
+        described = session.get(f"{url}/openapi.json").json()
+    schema = schemathesis.openapi.from_dict(described)
+    schema.config.update(base_url=url)
+    return schema
+
+
+def _session() -> requests.Session:
+    session = requests.Session()
+    session.trust_env = False  # the environment's proxies are for the internet
+    return session
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with _session() as session:
+        yield session
+
+
+OPERATIONS = [
+    ("GET", "/health"),
+    ("GET", "/ready"),
+    ("GET", "/metrics"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"),
+    ("GET", "/admin/session"),
+    ("DELETE", "/admin/session"),
+    ("GET", "/admin/sessions"),
+    ("GET", "/admin/workers"),
+]
+
+
+AS_DESCRIBED = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
+OTHERWISE = [(*operation, GenerationMode.NEGATIVE) for operation in OPERATIONS if "/admin/session" in operation[1]]
+"""Of what can be wrong: a query."""
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), AS_DESCRIBED + OTHERWISE)
+def test_every_answer_is_one_that_is_declared(
+    control_plane: schemathesis.BaseSchema, session: requests.Session, method: str, path: str, mode: GenerationMode
+) -> None:
+    operation = control_plane[path][method]
+
+    @settings(max_examples=25, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def asked(case: schemathesis.Case) -> None:
+        case.call_and_validate(checks=CHECKS, session=session)
+
+    asked()
+
+
+def test_everything_that_is_declared_is_asked(control_plane: schemathesis.BaseSchema) -> None:
+    assert sorted(OPERATIONS) == sorted(
+        (found.ok().method.upper(), found.ok().path) for found in control_plane.get_all_operations()
+    )

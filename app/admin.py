@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from app.affinity import Affinity, View
-from app.errors import TurnError
+from app.errors import TurnError, documented
 from app.identity import MAX_ID_BYTES, KeyHasher
 from app.tenants import Admins
 from app.workers import Fleet
@@ -22,6 +22,7 @@ _KEY_LENGTH = 40
 Session = Annotated[str, Query(description="The session's id, or its hash with `hashed`.")]
 Agent = Annotated[str, Query(description="A child agent's id within the session.")]
 Tenant = Annotated[str, Query(description="The tenant; empty on a router without API keys.")]
+_OF_A_SESSION = ("invalid_request", "invalid_session_id", "store_unavailable")
 Hashed = Annotated[bool, Query(description="`session` is the hash that lists show.")]
 
 
@@ -41,7 +42,7 @@ def add_admin(
         if not admins.allows(host, request.headers.raw):
             raise TurnError("forbidden", "the admin API is for this machine, or needs the admin token")
 
-    routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)])
+    routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)], responses=documented("forbidden"))
 
     def key_of(session: str, agent: str, tenant: str, hashed: bool) -> str:
         if hashed:
@@ -53,19 +54,19 @@ def add_admin(
             raise TurnError("invalid_session_id", f"a session id has 1 to {MAX_ID_BYTES} bytes", param="session")
         return hasher.key(tenant.encode(), *parts)
 
-    @routes.get("/session", summary="One session, by its id")
+    @routes.get("/session", summary="One session, by its id", responses=documented("not_found", *_OF_A_SESSION))
     async def show(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, Any]:
         view = await affinity().look_up(key_of(session, agent, tenant, hashed))
         if view.source == "none":
             raise TurnError("not_found", "no such session is bound", param="session")
         return _spoken(view, replica)
 
-    @routes.delete("/session", summary="Close one session, by its id")
+    @routes.delete("/session", summary="Close one session, by its id", responses=documented(*_OF_A_SESSION))
     async def close(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, str]:
         key = key_of(session, agent, tenant, hashed)
         return {"session": key, "outcome": await affinity().end(key)}
 
-    @routes.get("/sessions", summary="The sessions that this replica holds")
+    @routes.get("/sessions", summary="The sessions that this replica holds", responses=documented("invalid_request"))
     async def sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         after: Annotated[str, Query(description="The last hash of the page before.")] = "",

@@ -11,11 +11,11 @@ from urllib.parse import unquote
 import httpx
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
-from app.errors import TurnError, error_response
+from app.errors import TurnError, documented, error_response
 from app.headers import Noted
 from app.metrics import Metrics
 from app.tenants import Tenants
@@ -53,7 +53,7 @@ def add_control_plane(
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/ready", summary="This replica may be sent traffic")
+    @app.get("/ready", summary="This replica may be sent traffic", responses=_NOT_READY)
     async def ready() -> Response:
         """Not tied to the claim store: replicas go on without it, and one hiccup must not take all of them out."""
         available = sum(worker.available for worker in fleet)
@@ -63,15 +63,15 @@ def add_control_plane(
             status_code=200 if status == "ready" else 503,
         )
 
-    @app.get("/metrics", summary="Prometheus metrics")
+    @app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
     async def render_metrics() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
-    @app.get("/v1/models", summary="The models of all workers")
+    @app.get("/v1/models", summary="The models of all workers", responses=documented(*_MODEL_ERRORS))
     async def models(request: Request) -> Response:
         return JSONResponse({"object": "list", "data": await merged(request)})
 
-    @app.get("/v1/models/{name:path}", summary="One model")
+    @app.get("/v1/models/{name:path}", summary="One model", responses=documented("model_not_found", *_MODEL_ERRORS))
     async def model(name: str, request: Request) -> Response:
         for entry in await merged(request):
             if entry["id"] == unquote(name):
@@ -106,6 +106,12 @@ def add_control_plane(
     @app.exception_handler(Exception)  # the framework logs it with its traceback
     async def on_fault(_: Request, error: Exception) -> Response:
         return _answer(TurnError("internal_error", "the router failed to answer; its log has the reason"))
+
+
+_MODEL_ERRORS = ("invalid_api_key", "no_worker", "worker_unreachable")
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "No traffic, please", "content": {"application/json": {"schema": {"type": "object"}}}}
+}
 
 
 def _answer(error: TurnError) -> Response:

@@ -7,6 +7,8 @@ show only in the shape `{"error": {"message", "type", "param", "code"}}`), and w
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from app.headers import Header
@@ -107,3 +109,18 @@ def error_response(error: TurnError) -> tuple[int, list[Header], bytes]:
     if answer.retry_after is not None:
         headers.append((b"retry-after", b"%d" % answer.retry_after))
     return answer.status, headers, body
+
+
+def documented(*codes: str) -> dict[int | str, dict[str, Any]]:
+    """What OpenAPI says of a path's errors: keys of TABLE, by their statuses."""
+    text = {"type": "string"}
+    fields = {"message": text, "type": text, "param": {"type": ["string", "null"]}, "code": text}
+    error = {"type": "object", "required": list(fields), "properties": fields}
+    schema = {"type": "object", "required": ["error"], "properties": {"error": error}}
+    statuses: dict[int, list[str]] = {}
+    for code in codes:
+        statuses.setdefault(TABLE[code].status, []).append(code)
+    return {
+        status: {"description": ", ".join(names), "content": {"application/json": {"schema": schema}}}
+        for status, names in statuses.items()
+    }

@@ -7,6 +7,7 @@ import contextlib
 import os
 import ssl
 from collections.abc import AsyncIterator
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
@@ -42,6 +43,13 @@ class Router(FastAPI):
     metrics: Metrics
     draining = False
     """Set before the port closes, so that `/ready` fails while turns are still taken."""
+
+    def openapi(self) -> dict[str, Any]:
+        described = super().openapi()
+        for operations in described["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # the framework's own; ours is 400
+        return described
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_proxied(scope["path"]):

@@ -367,6 +367,7 @@ class WorkerConnection(asyncio.Protocol):
         else:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES and (not self.status or _size(self.headers) > _HEAD_BYTES):
+                self.status = 0  # no head that could be relayed
                 self.fail(BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes"))
             elif self.status:
                 self._head = None

@@ -187,7 +187,7 @@ HEADERS = [
             kept=(b"x-kept: 1",),
         ),
     ),
-    Row("any Proxy-*", "07.6.1", *line(b"proxy-authenticate: x", b"proxy-features: x", b"x-a: 1", kept=(b"x-a: 1",))),
+    Row("any Proxy-*", "07.6.1", *line(b"proxy-authenticate: x", b"proxy-connection: x", b"x-a: 1", kept=(b"x-a: 1",))),
     Row(
         "Connection cannot name the framing",
         "07.6.1",

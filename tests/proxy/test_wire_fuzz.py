@@ -106,7 +106,7 @@ def worker_answers(draw: st.DrawFn, method: bytes) -> bytes:
     return b"".join([*written, b"HTTP/1.1 %d%b\r\n" % (status, reason), *lines, b"\r\n", b"" if bodiless else body])
 
 
-@settings(FUZZ, max_examples=250)
+@settings(FUZZ, max_examples=200)
 @given(data=st.data(), method=st.sampled_from([b"GET", b"HEAD", b"POST"]), minor=st.sampled_from([1, 1, 0]), cuts=CUTS)
 def test_valid_answer_arrives_as_the_model_says(
     kept: Kept, run: Callable[[Any], Any], data: st.DataObject, method: bytes, minor: int, cuts: list[int]
@@ -220,7 +220,7 @@ def is_for_a_worker(request: Request) -> bool:
     return path.startswith(b"/v1/") and not models and not {b".", b".."} & set(path.split(b"/"))
 
 
-@settings(FUZZ, max_examples=500)
+@settings(FUZZ, max_examples=350)
 @given(sent=mutated_requests(), cuts=CUTS)
 def test_mutated_request_is_read_as_the_model_reads_it_or_refused(
     kept: Kept, run: Callable[[Any], Any], sent: bytes, cuts: list[int]

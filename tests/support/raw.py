@@ -90,6 +90,14 @@ class End:
                 raise ConnectionError(f"ended without {marker!r} after {bytes(self.buffer)!r}")
         return self._take(found + len(marker))
 
+    async def skip(self, marker: bytes) -> None:
+        """As `until`, but for bytes that are too many to be kept."""
+        while marker not in self.buffer:
+            del self.buffer[: 1 - len(marker)]
+            if not await self.more():
+                raise ConnectionError(f"ended without {marker!r}")
+        await self.until(marker)
+
     async def exactly(self, size: int) -> bytes:
         """Raises ConnectionError."""
         while len(self.buffer) < size:

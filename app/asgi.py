@@ -75,11 +75,16 @@ class AsgiClient:
 
     # -- what a turn asks for
 
-    async def receive(self) -> tuple[bytes, bool]:
-        message = await self._receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        return message.get("body", b""), message.get("more_body", False)
+    async def receive(self, least: int = 1) -> tuple[bytes, bool]:
+        pieces, size, more = [], 0, True
+        while more and size < least:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            more = message.get("more_body", False)
+        return b"".join(pieces), more
 
     def watch(self) -> None:
         self._listening = Driven(self._received, self._deaf)

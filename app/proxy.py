@@ -90,8 +90,9 @@ class Client(Protocol):
     switches: bytes
     """The protocol that the client asks to go on with; empty: none."""
 
-    async def receive(self) -> tuple[bytes, bool]:
-        """The next piece of the body, and whether more will come. Raises ClientDisconnected."""
+    async def receive(self, least: int = 1) -> tuple[bytes, bool]:
+        """The next piece of the body, of so many bytes unless it ends, and whether more will come. Raises
+        ClientDisconnected, or TurnError when the rest cannot be had."""
 
     def watch(self) -> None:
         """The whole body was received. From now on `Turn.client_left` tells when the client leaves."""
@@ -408,19 +409,11 @@ class Turn:
                 raise _too_large(cap)
         if self._client.switches:
             return  # what follows is not HTTP
-        body, more = await self._client.receive()
-        if more:
-            if not _routable(noted) and (declared is None or self._length > _STREAMED_FROM):
-                self._more = True  # nothing in it says where to: it goes through as it comes
-            else:
-                pieces, size = [body], len(body)
-                while more:
-                    body, more = await self._client.receive()
-                    pieces.append(body)
-                    size += len(body)
-                    if size > cap:
-                        raise _too_large(cap)
-                body = b"".join(pieces)
+        whole = _routable(noted) or 0 <= self._length <= _STREAMED_FROM
+        body, more = await self._client.receive(cap + 1 if whole else 1)
+        if whole and more:
+            raise _too_large(cap)
+        self._more = more  # nothing in it says where to: it goes through as it comes
         if body:
             if len(body) > cap:
                 raise _too_large(cap)

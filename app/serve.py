@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import importlib.metadata
 import itertools
@@ -30,6 +31,9 @@ from app.server import ClientLimits, client_protocol
 log = logging.getLogger("coatcheck")
 
 _BACKLOG = 4096
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of glibc's malloc.h."""
+_KEPT_BYTES = 16 * 1024 * 1024
 _STOP_MARGIN = 5.0
 """Seconds that a process gets beyond its drain limits before it is killed."""
 _SHORT_LIFE = 1.0
@@ -146,6 +150,10 @@ class Server(uvicorn.Server):
         self._forceful = forceful
         self._exit_at: float | None = None
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        _keep_freed_memory()
+        super().run(sockets)
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self._announcement:
@@ -166,6 +174,15 @@ class Server(uvicorn.Server):
         if self._exit_at is not None and time.monotonic() >= self._exit_at:
             self.should_exit = True
         return await super().on_tick(counter)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what is freed for the next large body instead of giving it back to the system, and having every
+    page of it cleared again: a third of the cost of a body of 400 kB. Elsewhere nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            libc.mallopt(parameter, _KEPT_BYTES)
 
 
 class _Supervisor:

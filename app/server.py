@@ -63,7 +63,9 @@ _STATUS_LINES = {status: _status_line(status) for status in range(100, 600)}
 _DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
 """A segment that would lead elsewhere (RFC 3986 5.2.4)."""
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
-_ONCE = frozenset({b"host", b"transfer-encoding", b"expect"})
+_ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect"})
+_LARGE = 65536
+"""Bytes of a body from which on it goes past the parser, which would copy it."""
 _LEFT_OVER = 64 << 20
 _LINGER = 30.0
 _LINGER_IDLE = 2.0
@@ -99,6 +101,10 @@ class ClientProtocol(HttpToolsProtocol):
     """What is being answered; `cycle` is what was read last."""
     _next: Exchange | None = None
     """To be started when the parser has returned."""
+    _declared = 0
+    """The length that the head said which has just come."""
+    _body_left = 0
+    """Of a large body."""
     _tunnel: Exchange | None = None
     """The connection speaks another protocol now."""
     _lingers = 0.0
@@ -135,6 +141,11 @@ class ClientProtocol(HttpToolsProtocol):
             self._tunnel.feed(data)
             self._tunnel.wake()
             return
+        if self._body_left:
+            data = self._take_body(data)
+            if not data:
+                self.cycle.wake()
+                return
         if self._error is not None or self._lingers:
             self._left_over += len(data)
             if self._left_over > _LEFT_OVER:
@@ -151,6 +162,16 @@ class ClientProtocol(HttpToolsProtocol):
             exchange.begin()
         elif type(current) is Exchange:
             current.wake()
+
+    def _take_body(self, data: bytes) -> bytes:
+        """Of a large body of known length nothing is left to parse. Answers what comes behind it."""
+        piece = data if len(data) <= self._body_left else data[: self._body_left]
+        self._body_left -= len(piece)
+        self.cycle.feed(piece)
+        if not self._body_left:
+            self.cycle.received()
+            self.parser = _request_parser(self)
+        return data[len(piece) :]
 
     def _parse(self, data: bytes) -> None:
         """Raises TurnError."""
@@ -176,6 +197,9 @@ class ClientProtocol(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 raise _not_http() from error
             break
+        if self._declared > _LARGE and type(self.cycle) is Exchange:
+            self._body_left = self.cycle.missing(self._declared)
+        self._declared = 0
         self._overhead = self._overhead + len(data) if self._is_overhead else 0
         if self._overhead > self.limits.head_bytes:
             raise _head_too_large(self.limits.head_bytes)
@@ -219,6 +243,8 @@ class ClientProtocol(HttpToolsProtocol):
         if name in _ONCE:
             if name == b"host":
                 self._hosts += 1 if _is_host(value) else 2
+            elif name == b"content-length":
+                self._declared = int(value)  # llhttp has taken it for one
             elif name == b"expect":
                 self.expect_100_continue = value.lower() == b"100-continue"
             elif self._coded or value.strip().lower() != b"chunked":
@@ -433,6 +459,8 @@ class Exchange:
     response_complete = False
     more_body = True
     _size = 0
+    """Bytes that wait for the turn; after the answer, bytes that nobody wants."""
+    _least = 1
     _news: Wake | None = None
     _refusal: TurnError | None = None
     _turn: Turn | None = None
@@ -471,8 +499,12 @@ class Exchange:
             return
         if data:
             self._pieces.append(data)
-        if self._size > HIGH_WATER_LIMIT:
+        if self._size > HIGH_WATER_LIMIT and self._size >= self._least:
             self._protocol.flow.pause_reading()
+
+    def missing(self, length: int) -> int:
+        """How much of a body of this length has not come."""
+        return length - self._size if self.more_body and not self.response_complete else 0
 
     def received(self) -> None:
         """The body is complete."""
@@ -481,7 +513,7 @@ class Exchange:
 
     def wake(self) -> None:
         news = self._news
-        if news is not None and (self._pieces or not self.more_body):
+        if news is not None and (self._size >= self._least or not self.more_body):
             self._news = None
             news.set()
 
@@ -537,17 +569,18 @@ class Exchange:
 
     # -- what a turn asks for
 
-    async def receive(self) -> tuple[bytes, bool]:
+    async def receive(self, least: int = 1) -> tuple[bytes, bool]:
+        self._least = least
         if self.waiting_for_100_continue:
             self.waiting_for_100_continue = False
             if self.more_body and not self._pieces and not self.response_started:
                 self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        if self.more_body and not self._pieces:
+        if self.more_body and self._size < least:
             if self._refusal is None and not self.disconnected:
                 self._protocol.flow.resume_reading()
                 self._news = news = Wake()
                 await news
-            if self._refusal is not None and self.more_body and not self._pieces:
+            if self._refusal is not None and self.more_body and self._size < least:
                 raise self._refusal
         if self.disconnected:
             raise ClientDisconnected
@@ -671,6 +704,12 @@ def _head_too_large(limit: int) -> TurnError:
     return TurnError("head_too_large", f"the head of the request is larger than {limit} bytes")
 
 
+def _request_parser(callbacks: object) -> Any:
+    parser = httptools.HttpRequestParser(callbacks)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # of pipelined requests, as uvicorn's own
+    return parser
+
+
 def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
     """A parser that tells `protocol` what comes after `head`, and nothing of `head` itself."""
 
@@ -684,8 +723,7 @@ def _parser_in_body(protocol: HttpToolsProtocol, head: bytes) -> Any:
             return lambda *args: None if self.in_head else told(*args)
 
     callbacks = Callbacks()
-    parser = httptools.HttpRequestParser(callbacks)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    parser = _request_parser(callbacks)
     parser.feed_data(head)
     callbacks.in_head = False
     return parser

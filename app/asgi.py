@@ -103,6 +103,9 @@ class AsgiClient:
             self._post({"type": "http.response.body", "body": data, "more_body": not end})
         return not self._is_sending
 
+    def write_chunk(self, frame: bytes, start: int) -> bool:
+        return self.write(frame[start:-2], False)
+
     def flush(self) -> None:
         pass
 

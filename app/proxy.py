@@ -107,6 +107,9 @@ class Client(Protocol):
         """Send a piece of the body. False: the client is slow, and `Turn.client_took` tells when it has taken what was
         written; anything written before that is kept, in order."""
 
+    def write_chunk(self, frame: bytes, start: int) -> bool:
+        """As `write`, of a chunk with its framing; its data is `frame[start:-2]`."""
+
     def flush(self) -> None:
         """The next piece may be long in coming."""
 
@@ -322,6 +325,7 @@ class Turn:
     _held_end = False
     _marker: sse.DoneDetector | None = None
     _last = b""
+    _last_framing = 0
     _ttft = False
     _outcome = "completed"
 
@@ -659,8 +663,9 @@ class Turn:
             and header(connection.headers, b"content-length") is None
             and header(connection.headers, b"content-encoding") is None
         ):
+            last = self._last[: len(self._last) - self._last_framing]
             code = "worker_stalled" if isinstance(failure, AttemptTimeout) else "worker_stream_broken"
-            event = sse.error_event(error_body(TurnError(code, str(failure))), self._last)
+            event = sse.error_event(error_body(TurnError(code, str(failure))), last)
             await self._say(event, False)
 
     def _account(self) -> None:
@@ -958,6 +963,15 @@ class Turn:
             return
         self._push(data, end)
 
+    def on_chunk(self, frame: bytes, start: int) -> None:
+        entry = self._entry
+        if self._held is not None or not self._ttft or (entry is not None and entry.closing):
+            self.on_data(frame[start:-2], False)
+            return
+        self._last, self._last_framing = frame, 2
+        if not self._client.write_chunk(frame, start):
+            self._stall()
+
     def on_failure(self, failure: AttemptFailed) -> None:
         self._failure = failure
         if not self._stalled:
@@ -976,15 +990,18 @@ class Turn:
         return True
 
     def _push(self, data: bytes, end: bool) -> None:
-        self._last = data
+        self._last, self._last_framing = data, 0
         self._over = end
-        if self._client.write(data, end):
-            if end:
-                self._finish()
-        elif not self._stalled:
-            self._stalled = True
-            if self._connection is not None:
-                self._connection.pause()
+        if not self._client.write(data, end):
+            self._stall()
+        elif end:
+            self._finish()
+
+    def _stall(self) -> None:
+        """The client is full: read no more from the worker until it has taken what it got."""
+        self._stalled = True
+        if self._connection is not None:
+            self._connection.pause()
 
     def _finish(self) -> None:
         """Go on where the turn waits. The last thing that a callback does."""

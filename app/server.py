@@ -31,6 +31,7 @@ import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from app.direct import Write, direct_write
 from app.driven import Wake
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.headers import Header, connection_named
@@ -84,6 +85,7 @@ class ClientProtocol(HttpToolsProtocol):
     limits: ClientLimits
     watchman: Watchman
 
+    write: Write
     peer: str | None = None
     scheme_name = b""
     cycle: Any
@@ -117,6 +119,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.write = direct_write(transport)
         self.peer = self.client[0] if self.client else None
         self.scheme_name = b"https" if self.scheme == "https" else b"http"
         self._since = self.loop.time()
@@ -124,6 +127,7 @@ class ClientProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.watchman.forget(self)
+        self.write = _nowhere
         current, self.cycle = self._current, None
         self._next = None
         self.pipeline.clear()
@@ -637,9 +641,9 @@ class Exchange:
         if self._head is not None:
             data = self._head + data
             self._head = None
-        if data:
-            self._transport.write(data)
         protocol = self._protocol
+        if data:
+            protocol.write(data)
         if end:
             self.response_complete = True
             self._pieces = []
@@ -649,16 +653,27 @@ class Exchange:
             return True
         return not protocol.flow.write_paused
 
+    def write_chunk(self, frame: bytes, start: int) -> bool:
+        if self._head is not None or not self._chunked:
+            return self.write(frame[start:-2], False)
+        protocol = self._protocol
+        protocol.write(frame)
+        return not protocol.flow.write_paused
+
     def flush(self) -> None:
         head, self._head = self._head, None
         if head is not None and not self.disconnected:
-            self._transport.write(head)
+            self._protocol.write(head)
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_host(value: bytes) -> bool:
     """Whether a Host header has a host, and a port perhaps, or nothing (RFC 9110 7.2)."""
     return _HOST.fullmatch(value.strip()) is not None
+
+
+def _nowhere(data: bytes) -> None:
+    """Where what is written to a lost connection goes."""
 
 
 def _header_size(header: Header) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
+from app.direct import direct_write
 from app.driven import Wake
 from app.headers import Header
 
@@ -84,6 +85,9 @@ class Sink(Protocol):
     def on_data(self, data: bytes, end: bool) -> None:
         """Some body bytes (may be none when `end`); `end` says that the message is complete, and comes last."""
 
+    def on_chunk(self, frame: bytes, start: int) -> None:
+        """One whole chunk as it came, framing and all; its data is `frame[start:-2]`."""
+
     def on_failure(self, failure: AttemptFailed) -> None:
         """The body will not be completed."""
 
@@ -99,6 +103,8 @@ class WorkerConnection(asyncio.Protocol):
     """
 
     __slots__ = (
+        "_between_chunks",
+        "_chunk_ended",
         "_close_delimited",
         "_coded",
         "_complete",
@@ -123,6 +129,7 @@ class WorkerConnection(asyncio.Protocol):
         "_transport",
         "_uploading",
         "_used",
+        "_write",
         "first_byte",
         "headers",
         "idle_since",
@@ -160,6 +167,8 @@ class WorkerConnection(asyncio.Protocol):
         self._framed = self._coded = False
         self._keep_alive = True
         self._raw = False
+        self._chunk_ended = False
+        self._between_chunks = False
         self._uploading = False
         self._pieces: list[bytes] = []
 
@@ -185,11 +194,11 @@ class WorkerConnection(asyncio.Protocol):
         if self._transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif body and len(body) <= 65536:
-            self._transport.write(head + body)
+            self._write(head + body)
         else:
-            self._transport.write(head)
+            self._write(head)
             if body:
-                self._transport.write(body)
+                self._write(body)
         return wake
 
     async def write(self, data: bytes) -> None:
@@ -240,6 +249,7 @@ class WorkerConnection(asyncio.Protocol):
         if not self._exchange:
             return
         self._exchange = False
+        self._between_chunks = False
         self._sink = None
         self._head = None
         self._on_interim = None
@@ -306,6 +316,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses
+        self._write = direct_write(self._transport)
         self._connected = True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -318,7 +329,9 @@ class WorkerConnection(asyncio.Protocol):
         if self._close_delimited and exc is None:
             self._keep_alive = False
             self._complete = True
-            self._push()
+            sink, self._sink = self._sink, None
+            if sink is not None:
+                sink.on_data(b"", True)
         elif self._used and not self.first_byte and self._loop.time() - self.last_read < _STALE_WITHIN:
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif self.status:
@@ -339,12 +352,26 @@ class WorkerConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_read = self._loop.time()
+        if self._between_chunks:
+            # Most reads of a stream are one chunk. It needs no parser, which is left between two chunks as it was, and
+            # no new framing.
+            end = data.find(b"\r\n", 1, 9)
+            size = len(data) - end - 4
+            if (
+                size > 0 < end
+                and data[:end] in (b"%x" % size, b"%X" % size)
+                and data.endswith(b"\r\n")
+                and self._sink is not None
+            ):
+                self._sink.on_chunk(data, end + 2)
+                return
         if not self._exchange or self._complete:
             # Bytes nobody asked for: the stream of messages cannot be trusted any more.
             self._keep_alive = False
             self._abort()
             return
         self.first_byte = True
+        self._chunk_ended = False
         if self._raw:
             self._pieces.append(data)
         else:
@@ -360,10 +387,16 @@ class WorkerConnection(asyncio.Protocol):
                     self.fail(bad)
                     return
                 self._keep_alive = False  # a complete answer followed by rubbish: the answer stands
+        # Within the size of the next chunk there is no other line end.
+        self._between_chunks = self._chunk_ended and not self._complete and data.endswith(b"\r\n")
         head = self._head
         if head is None:
-            if self._pieces or self._complete:
-                self._push()
+            sink, pieces = self._sink, self._pieces
+            if sink is not None and (pieces or self._complete):
+                self._pieces = []
+                if self._complete:
+                    self._sink = None
+                sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._complete)
         else:
             self._head_bytes += len(data)
             if self._head_bytes > _HEAD_BYTES and (not self.status or _size(self.headers) > _HEAD_BYTES):
@@ -372,14 +405,6 @@ class WorkerConnection(asyncio.Protocol):
             elif self.status:
                 self._head = None
                 head.set()
-
-    def _push(self) -> None:
-        sink = self._sink
-        if sink is not None:
-            pieces, self._pieces = self._pieces, []
-            if self._complete:
-                self._sink = None
-            sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._complete)
 
     # -- httptools' side
 
@@ -432,6 +457,12 @@ class WorkerConnection(asyncio.Protocol):
             self._pieces.append(body)
         else:
             self._keep_alive = False  # the body of an answer to HEAD: nobody knows where it ends
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
 
     def on_message_complete(self) -> None:
         if self._interim:

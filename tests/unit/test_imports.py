@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("app", "backends", "mocker")
-LEAVES = {"app.headers", "app.sse", "app.errors", "app.metrics", "app.driven"}
+LEAVES = {"app.headers", "app.sse", "app.errors", "app.metrics", "app.driven", "app.direct"}
 STARTERS = {"app.__main__", "app.cli", "app.serve", "app.up", "app.children"}
 """They start processes and read settings; what they may know is not the data plane's concern."""
 

@@ -182,6 +182,7 @@ def _worker_tls(settings: Settings) -> ssl.SSLContext:
 
 def _register_gauges(app: Router) -> None:
     affinity, metrics, proxy = app.affinity, app.metrics, app.proxy
+    metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: proxy.turns)
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from benchmarks import procfs
-from benchmarks.soak import GAUGES, Sample, judge, provoked
+from benchmarks.soak import GAUGES, TASKS, Sample, judge, provoked
 from benchmarks.soak_load import Report, Unexpected
 
 REPO = Path(__file__).parents[2]
@@ -84,20 +84,28 @@ def test_what_a_lost_worker_may_have_caused_is_no_fault_of_the_router() -> None:
 
 
 def test_the_soak_tells_growth_and_leftovers(capsys: pytest.CaptureFixture[str]) -> None:
-    rest = Sample(0.0, 60 << 20, 19, 1, 0.0, dict.fromkeys(GAUGES, 0.0))
+    rest = Sample(0.0, 60 << 20, 19, 1, 0.0, dict.fromkeys(GAUGES, 0.0) | {TASKS: 8.0})
     flat = [replace(rest, at_s=5.0 * number, cpu_s=number) for number in range(1, 41)]
     growing = [replace(sample, resident=sample.resident + (number << 19)) for number, sample in enumerate(flat)]
-    left = replace(rest, descriptors=20, gauges=rest.gauges | {"coatcheck_in_flight": 1.0})
+    left = replace(rest, descriptors=20, gauges=rest.gauges | {"coatcheck_in_flight": 1.0, TASKS: 9.0})
     quiet = [1.0] * 100
     nothing = Report({}, [], 0)
 
-    def failed(samples: list[Sample], after: Sample, lags: list[float], report: Report) -> list[str]:
-        return [row[0] for row in judge(samples, rest, after, lags, quiet, report, []).rows if row[-1] != "yes"]
+    def failed(
+        samples: list[Sample], after: Sample, lags: list[float], report: Report, own: tuple[float, float] = (99, 100)
+    ) -> list[str]:
+        verdict = judge(samples, rest, after, lags, quiet, report, [], own)
+        return [row[0] for row in verdict.rows if row[-1] != "yes"]
 
     assert failed(flat, rest, quiet, nothing) == []
     assert failed(growing, rest, quiet, nothing) == ["memory after the warm-up, by the line through it"]
-    assert failed(flat, left, quiet, nothing) == ["descriptors, 10 s after the load", "`coatcheck_in_flight` then"]
+    assert failed(flat, left, quiet, nothing) == [
+        "descriptors, 10 s after the load",
+        "tasks then",
+        "`coatcheck_in_flight` then",
+    ]
     assert failed(flat, rest, [1.0] * 90 + [50.0] * 10, nothing) == ["lag of the loop, p99"]
+    assert failed(flat, rest, quiet, nothing, (98, 100)) == ["the router's own measure of that, within 20 ms"]
     broken = Report({}, [Unexpected("streams", "w1", 1.0, 2.0, "cut")], 0)
     assert failed(flat, rest, quiet, broken) == ["what clients did not expect"]
     assert "not expected, 1×: streams: cut" in capsys.readouterr().out

@@ -14,8 +14,8 @@ deadlines and no second login, its watcher takes refused and ended watches for s
 **Keys.** `prefix/<hex key>`; create_revision is the claim's revision. Creation, close and renewal are one transaction
 each, and each is safe to send twice: nonce, create_revision and mod_revision tell that the first one landed.
 
-**Batches.** A gRPC call costs several times the CPU of its create. So the creates that begin in one turn of the event
-loop, or while enough calls are under way, go together, as nested transactions of one: each wins or loses by itself.
+**Batches.** A gRPC call costs several times the CPU of its create. So what is to be created while others
+are under way goes together, as nested transactions of one: each wins or loses by itself. One alone goes as it is.
 
 **Leases.** Claims share leases (*buckets*): one is granted for `1.25 * ttl`, takes claims for the first quarter TTL,
 and is then left to expire; it is never kept alive and never revoked, so claims outlive the process. In use, a store
@@ -39,7 +39,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 from urllib.parse import parse_qsl, unquote
 
 import grpc
@@ -387,6 +387,8 @@ class EtcdStore:
         """Work that several callers wait for: the login, the grant for a TTL, the look-up of a lease."""
         self._batching = True
         """Until etcd refuses nested transactions."""
+        self._creating = 0
+        """Calls under way that create, or about to be."""
         self._waiting: list[_Create] = []
         self._senders: set[asyncio.Task[None]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
@@ -528,13 +530,12 @@ class EtcdStore:
 
     async def _create(self, name: bytes, lease: int, request: Any, until: float) -> tuple[int, Any]:
         """etcd's revision and its answer to the request. Raises what `_call` does."""
-        if self._batching:
+        together = self._batching and self._creating > 0
+        if together:
             loop = asyncio.get_running_loop()
             create = _Create(name, lease, request, until, loop.create_future())
-            if not self._senders or (not self._waiting and len(self._senders) < CREATES_IN_FLIGHT):
-                # It begins in the loop's next turn, and takes along what else comes in this one.
-                self._senders.add(loop.create_task(self._send_waiting()))
             self._waiting.append(create)
+            self._send_waiting()
             timer = loop.call_later(until - time.monotonic(), create.expire)
             try:
                 answer = await create.answer
@@ -545,20 +546,32 @@ class EtcdStore:
             if answer is not None:
                 # An exception of its own for each caller: they raise it at the same time.
                 raise type(answer)(*answer.args) from answer
-        alone = await self._call("txn", request, until, write=True)
-        if self._batching:
+        self._creating += 1
+        try:
+            alone = await self._call("txn", request, until, write=True)
+        finally:
+            self._creating -= 1
+            self._send_waiting()
+        if together and self._batching:
             self._batching = False
             _log.warning("etcd, or a proxy before it, refuses nested transactions: each claim is made by its own call")
         return alone.header.revision, alone
 
-    async def _send_waiting(self) -> None:
+    def _send_waiting(self) -> None:
+        if self._waiting and self._creating < CREATES_IN_FLIGHT:
+            # It begins in the loop's next turn, and takes along what else comes in this one.
+            self._creating += 1
+            sender = asyncio.get_running_loop().create_task(self._send_batches())
+            self._senders.add(sender)
+            sender.add_done_callback(self._senders.discard)
+
+    async def _send_batches(self) -> None:
         """Runs in a task of its own: the cancellation of a caller concerns no other."""
         try:
             while batch := self._next_batch():
                 await self._send(batch)
         finally:
-            # At once: who comes now must not take this one for one that will look again.
-            self._senders.remove(cast("asyncio.Task[None]", asyncio.current_task()))
+            self._creating -= 1
 
     async def _send(self, batch: list[_Create]) -> None:
         """In one call; gives each its answer."""

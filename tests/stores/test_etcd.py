@@ -31,7 +31,7 @@ from backends.base import (
     StoreUnavailable,
     encode_value,
 )
-from backends.etcd import EtcdStore, EtcdUrl
+from backends.etcd import CREATES_IN_FLIGHT, MAX_BATCH, EtcdStore, EtcdUrl
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
 from tests.support.scripted_etcd import ScriptedEtcd
 from tests.support.tcp import TcpProxy
@@ -304,6 +304,223 @@ async def test_a_lease_revoked_by_hand_is_replaced(shared: EtcdServer, open_stor
     assert (await store.renew(claim, 90)).revision == claim.revision
 
 
+# --- creates that go together
+
+
+def recorded(store: EtcdStore) -> list[Any]:
+    """The transactions that the store sends from now on."""
+    sent: list[Any] = []
+    txn = store._endpoints[0].txn
+
+    def recording(request: Any, **options: Any) -> Any:
+        sent.append(request)
+        return txn(request, **options)
+
+    store._endpoints[0].txn = recording
+    return sent
+
+
+async def occupied(store: EtcdStore) -> list[asyncio.Task[ClaimOutcome]]:
+    """Of a server that is paused: as many calls that create as may be under way; what comes now waits for one."""
+    calls = []
+    for number in range(CREATES_IN_FLIGHT):
+        calls.append(asyncio.create_task(store.create_or_get(f"ff{number}", value(), 60)))
+        await asyncio.sleep(0.02)
+    return calls
+
+
+async def test_racing_creates_that_go_together_leave_one_winner_per_key(shared: EtcdServer, open_store: Open) -> None:
+    url = shared.url(fresh_prefix())
+    ours, theirs = await open_store(url, deadline=10.0), await open_store(url, deadline=10.0)
+    keys = [secrets.token_hex(8) for _ in range(150)]
+    sent = recorded(ours)
+    racers = [store.create_or_get(key, value(), 60) for key in keys for store in (ours, theirs, ours)]
+    outcomes = await asyncio.gather(*racers)
+    for number, key in enumerate(keys):
+        same = outcomes[3 * number : 3 * number + 3]
+        assert sum(outcome.created for outcome in same) == 1
+        assert len({outcome.claim.value.nonce for outcome in same}) == 1
+        standing = await ours.get(key)
+        assert standing is not None
+        assert {outcome.claim.revision for outcome in same} == {standing.revision}
+    assert ours._batching
+    assert theirs._batching
+    assert len(sent) < len(keys) / 5
+
+
+@pytest.mark.parametrize("most", [1, CREATES_IN_FLIGHT])
+async def test_no_create_is_left_waiting(
+    shared: EtcdServer, open_store: Open, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """One that comes just as a call ends."""
+    monkeypatch.setattr("backends.etcd.CREATES_IN_FLIGHT", most)
+    store = await open_store(shared.url(fresh_prefix()), deadline=5.0)
+
+    async def one_after_another() -> None:
+        for _ in range(100):
+            assert (await store.create_or_get(secrets.token_hex(8), value(), 60)).created
+
+    await asyncio.gather(*(one_after_another() for _ in range(most + 1)))
+    assert not store._waiting
+    assert store._creating == 0
+
+
+async def test_a_create_alone_goes_as_it_is_and_others_within_etcds_limits(
+    shared: EtcdServer, open_store: Open
+) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    await asyncio.gather(store.create_or_get("00", value(), 60), store.create_or_get("01", value(), 90))
+    sent = recorded(store)
+    await store.create_or_get("02", value(), 60)
+    assert [len(request.compare) for request in sent] == [1]
+    creates = (store.create_or_get(secrets.token_hex(8), value(), 60 + 30 * (n % 2)) for n in range(3 * MAX_BATCH))
+    assert all(outcome.created for outcome in await asyncio.gather(*creates))
+    nested = [[part.request_txn for part in request.success] for request in sent if not request.compare]
+    batches = [[txn.success[0].request_put for txn in batch] for batch in nested]
+    assert sum(map(len, batches)) == 3 * MAX_BATCH - 1, "the first goes at once"
+    assert max(map(len, batches)) == MAX_BATCH
+    # A lost lease then concerns the whole batch.
+    assert all(len({put.lease for put in batch}) == 1 for batch in batches)
+
+
+async def test_a_lost_reply_to_many_is_an_unknown_outcome_for_each(shared: EtcdServer, open_store: Open) -> None:
+    prefix = fresh_prefix()
+    async with TcpProxy("127.0.0.1", shared.client_port) as proxy:
+        store = await open_store(f"etcd://127.0.0.1:{proxy.port}/{prefix}")
+        direct = await open_store(shared.url(prefix))
+        await store.create_or_get("00", value(), 60)
+        proxy.drop_replies = True
+        mine = {f"aa{number}": value() for number in range(8)}
+        calls = [asyncio.create_task(store.create_or_get(key, mine[key], 60)) for key in mine]
+        await asyncio.sleep(0.1)
+        calls += await occupied(store)
+        waiting = asyncio.create_task(store.create_or_get("bb", value(), 60))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(result) for result in results[: len(mine)]] == [OutcomeUnknown] * len(mine)
+        proxy.drop_replies = False
+        proxy.sever()
+        for key, proposal in mine.items():
+            landed = await direct.get(key)
+            assert landed is not None
+            again = await insist(lambda key=key, proposal=proposal: store.create_or_get(key, proposal, 60))  # type: ignore[misc]
+            assert again.created
+            assert (again.claim.value, again.claim.revision) == (proposal, landed.revision)
+        assert await direct.get("bb") is None, "nobody waits for it any more"
+
+
+async def test_one_cancelled_create_leaves_the_others_of_its_batch(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url(), deadline=5.0)
+    await store.create_or_get("00", value(), 60)
+    server.pause()
+    sent = [asyncio.create_task(store.create_or_get(f"aa{number}", value(), 60)) for number in range(5)]
+    await asyncio.sleep(0.1)
+    busy = await occupied(store)
+    waiting = [asyncio.create_task(store.create_or_get(f"bb{number}", value(), 60)) for number in range(5)]
+    await asyncio.sleep(0.1)
+    for calls in (sent, waiting):
+        calls[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calls[0]
+    server.resume()
+    outcomes = await asyncio.gather(*sent[1:], *waiting[1:], *busy)
+    assert all(outcome.created for outcome in outcomes)
+    for key in ("aa0", "bb0"):
+        outcome = await store.create_or_get(key, value(), 60)
+        assert await store.get(key) == outcome.claim
+
+
+async def test_each_create_of_a_batch_has_its_own_deadline(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url(), deadline=2.0)
+    await store.create_or_get("00", value(), 60)
+    server.pause()
+    busy = await occupied(store)
+    await asyncio.sleep(0.3)
+    mine = value("mine")
+    early = asyncio.create_task(store.create_or_get("aa", mine, 60))
+    await asyncio.sleep(1.0)
+    late = asyncio.create_task(store.create_or_get("bb", value(), 60))
+    await asyncio.wait(busy)
+    # Both are in one transaction now.
+    await asyncio.wait({early}, timeout=0.6)
+    assert early.done()
+    assert not late.done()
+    server.resume()
+    assert (await late).created
+    with pytest.raises(OutcomeUnknown):
+        await early
+    assert (await store.create_or_get("aa", mine, 60)).created
+
+
+async def test_what_was_never_sent_was_surely_not_applied(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(server.url(), deadline=5.0)
+    await store.create_or_get("00", value(), 60)
+    server.pause()
+    busy = await occupied(store)
+    store._deadline = 0.3
+    with Stopwatch() as took, pytest.raises(StoreUnavailable):
+        await store.create_or_get("aa", value(), 60)
+    assert took.seconds < 0.3 + SLACK
+    store._deadline = 5.0
+    server.resume()
+    await asyncio.gather(*busy)
+    assert await store.get("aa") is None
+
+
+async def test_a_lease_revoked_under_a_batch_is_replaced_once(shared: EtcdServer, open_store: Open) -> None:
+    store = await open_store(shared.url(fresh_prefix()))
+    await store.create_or_get("00", value(), 60)
+    shared.ctl("lease", "revoke", f"{next(iter(store._leases)):x}")
+    before = shared.calls("LeaseGrant")
+    outcomes = await asyncio.gather(*(store.create_or_get(f"aa{number}", value(), 60) for number in range(20)))
+    assert all(outcome.created for outcome in outcomes)
+    assert shared.calls("LeaseGrant") == before + 1
+    assert store._batching
+
+
+@pytest.mark.parametrize("how", ["refused", "dropped"])
+async def test_where_nested_transactions_are_refused_each_create_has_its_own_call(
+    binary: Path, open_store: Open, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """An etcd before 3.3, a proxy, or a limit of operations that we do not know."""
+    with EtcdServer(binary, *(["--max-txn-ops=1"] if how == "refused" else [])) as server:
+        store = await open_store(server.url())
+        await store.create_or_get("00", value(), 60)
+        assert store._batching
+        txn = store._endpoints[0].txn
+
+        async def dropping(request: Any, **options: Any) -> Any:
+            if request.compare:
+                return await txn(request, **options)
+            return rpc.TxnResponse(succeeded=True, responses=[rpc.ResponseOp() for _ in request.success])
+
+        if how == "dropped":
+            store._endpoints[0].txn = dropping
+        for start, calls in ((0, 11 if how == "refused" else 10), (10, 10)):
+            before = server.calls("Txn")
+            creates = (store.create_or_get(f"aa{number}", value(), 60) for number in range(start, start + 10))
+            assert all(outcome.created for outcome in await asyncio.gather(*creates))
+            assert server.calls("Txn") - before == calls
+        assert [record.name for record in caplog.records] == ["coatcheck.store"]
+        server.pause()
+        with pytest.raises(OutcomeUnknown):
+            await store.create_or_get("bb", value(), 60)
+
+
+async def test_a_refusal_that_meets_single_creates_too_is_no_reason_to_stop_batching(
+    guarded: EtcdServer, open_store: Open
+) -> None:
+    store = await open_store(with_login(guarded))
+    other = await open_store(with_login(guarded, prefix="elsewhere"))
+    await other._bucket(60, time.monotonic() + 1)
+    creates = (other.create_or_get(f"aa{number}", value(), 60) for number in range(5))
+    results = await asyncio.gather(*creates, return_exceptions=True)
+    assert all(isinstance(result, StoreUnavailable) for result in results)
+    assert other._batching
+    assert await store.get("aa0") is None
+
+
 # --- claims
 
 
@@ -531,6 +748,12 @@ async def test_a_full_etcd_takes_no_new_claims_and_still_knows_the_old_ones(bina
         assert await store.get("aa") == old
         assert await store.create_or_get("aa", value("other"), 60) == ClaimOutcome(old, False)
         assert await store.create_or_get("aa", mine, 60) == ClaimOutcome(old, True)
+        together = (store.create_or_get(key, value(), 60) for key in ("bb", "aa", "cc", "dd"))
+        _, adopted, refused, refused_too = await asyncio.gather(*together, return_exceptions=True)
+        assert adopted == ClaimOutcome(old, False)
+        assert isinstance(refused, StoreUnavailable)
+        assert isinstance(refused_too, StoreUnavailable)
+        assert refused is not refused_too, "an exception that is raised twice at a time has one traceback"
         assert store._full
         server.ctl("del", "--prefix", "filler/")
         revision = server.ctl("get", "x", "--write-out=json").partition('"revision":')[2].partition(",")[0]
@@ -940,8 +1163,13 @@ async def test_a_change_of_users_makes_tokens_stale_and_the_store_goes_on(
     change("two")
     assert (await store.create_or_get("bb", value(), 60)).created
     change("three")
-    assert await store.close(claim) is CloseOutcome.CLOSED
+    logins = guarded.calls("Authenticate")
+    outcomes = await asyncio.gather(*(store.create_or_get(f"cc{number}", value(), 60) for number in range(9)))
+    assert all(outcome.created for outcome in outcomes)
+    assert guarded.calls("Authenticate") == logins + 1
     change("four")
+    assert await store.close(claim) is CloseOutcome.CLOSED
+    change("five")
     async with contextlib.aclosing(store.subscribe()) as events:
         assert await next_event(events) == Reset()
 

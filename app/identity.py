@@ -234,7 +234,7 @@ class KeyHasher:
     def __init__(self, secret: bytes = b"") -> None:
         """`secret`: at most 64 bytes; the same on every replica."""
         self._base = hashlib.blake2b(digest_size=20, person=b"coatcheck-claim1", key=secret)
-        self.key = functools.lru_cache(maxsize=16_384)(self._key)
+        self.key = functools.lru_cache(maxsize=2048)(self._key)
         """40 lower-case hex digits for a tenant and the parts of a Session. Remembered: hashing costs more than the
         rest of a known session's binding."""
 

@@ -126,6 +126,9 @@ class Identifier:
         ]
         self.wanted = frozenset({FINAL}).union(*(source.headers for source in headers))
         """Every header that `identify` reads."""
+        self._first = self._headers[0][1] if self._headers else b""
+        self._besides = self.wanted - {self._first}
+        self._of_first = functools.lru_cache(maxsize=2048)(self._identity_of_first)
 
     @property
     def reads_body(self) -> bool:
@@ -134,11 +137,20 @@ class Identifier:
     def identify(self, noted: Noted, body: Mapping[str, Any] | None = None) -> Identity:
         """`noted` holds the values of `wanted`; `body` the fields of BODY_FIELDS that a JSON body has.
         Raises TurnError `invalid_session_id`."""
+        first = noted.get(self._first)
+        if first is not None and len(first) == 1 and self._besides.isdisjoint(noted):
+            # As nearly all turns of a session say it.
+            identity = self._of_first(first[0])
+            if identity.session is not None or not body:
+                return identity
         session, parent = self._of_headers(noted)
         if session is None and body:
             session = self._of_body(body)
         final, unclear = _final(noted[FINAL]) if FINAL in noted else (False, False)
         return Identity(session, parent, final, unclear)
+
+    def _identity_of_first(self, value: bytes) -> Identity:
+        return Identity(*self._of_headers({self._first: [value]}))
 
     def _of_headers(self, noted: Noted) -> tuple[Session | None, Session | None]:
         for source, name, parents in self._headers:

@@ -405,14 +405,19 @@ class Turn:
         identity = self._identity = proxy.identifier.identify(noted)
         if identity.final_unclear:
             proxy.metrics.final_unclear.inc()
+        if not client.switches:  # else what follows is not HTTP
+            await self._read_body(noted)
+        if rare or self._fields.nvext is not None:
+            self._wish = self._wished(noted)
+
+    async def _read_body(self, noted: Noted) -> None:
+        proxy = self._proxy
         cap = proxy.limits.body_bytes
         declared = noted.get(b"content-length")
         if declared is not None:
             self._length = int(declared[0])
             if self._length > cap:
                 raise _too_large(cap)
-        if self._client.switches:
-            return  # what follows is not HTTP
         whole = _routable(noted) or 0 <= self._length <= _STREAMED_FROM
         body, more = await self._client.receive(cap + 1 if whole else 1)
         if whole and more:
@@ -424,12 +429,10 @@ class Turn:
             self._body = body
             if not self._more:
                 self._fields = _routing_fields(body, noted, proxy.decode_fields)
-                if identity.session is None and proxy.identifier.reads_body:
+                if self._identity.session is None and proxy.identifier.reads_body:
                     self._identity = proxy.identifier.identify(noted, self._fields.ids())
         if not self._more:
             self._client.watch()
-        if rare or self._fields.nvext is not None:
-            self._wish = self._wished(noted)
 
     async def _bind(self) -> None:
         """Decide the target: the session's claim, else the client's wish, else the policy's choice."""
@@ -935,6 +938,8 @@ class Turn:
 
     def client_took(self) -> None:
         """The client has taken what was written."""
+        if not self._stalled:
+            return
         self._stalled = False
         connection = self._connection
         if self._over or self._failure is not None or self._held is not None:

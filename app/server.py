@@ -227,7 +227,9 @@ class ClientProtocol(HttpToolsProtocol):
         elif cycle is None or cycle.response_complete:
             if waited > limits.idle and not self.pipeline:
                 self.transport.close()
-        elif limits.body_wait and waited > limits.body_wait and cycle.more_body and not self.flow.read_paused:
+        elif self._tunnel is not None or not cycle.more_body or self.flow.read_paused:
+            pass  # nothing is expected of the client, or nothing is taken from it
+        elif limits.body_wait and waited > limits.body_wait:
             self._refuse(TurnError("request_timeout", f"nothing of the request body for {limits.body_wait:g} s"))
 
     # -- the parser's side
@@ -543,6 +545,8 @@ class Exchange:
             news.set()
         if turn is not None:
             turn.client_left()
+        else:
+            self._protocol.ended(self)  # it waited for its turn to begin
 
     def took(self) -> None:
         if self._turn is not None:

@@ -506,6 +506,20 @@ async def test_slow_client_that_leaves() -> None:
 # -- shutdown
 
 
+async def test_client_that_leaves_before_its_next_turn_begins_leaves_nothing() -> None:
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        await client.ask(post())
+        await client.answer()
+        [protocol] = r.server.server_state.connections
+        protocol._start_next = protocol.transport.abort  # type: ignore[union-attr]
+        await client.ask(post() + post())
+        await client.answer()
+        await until(lambda: not r.server.server_state.connections)
+        assert not r.server.server_state.tasks
+        assert r.bench.outcomes() == {"completed": 2}
+
+
 async def test_shutdown_lets_running_turns_end() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()

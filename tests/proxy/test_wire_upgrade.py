@@ -419,3 +419,20 @@ async def test_bad_handshake_is_refused(live: Live, bad: bytes) -> None:
         openai_error(await client.answer(b"GET"), [400])
         assert await client.closed()
     assert worker.nothing_came()
+
+
+async def test_silence_in_a_tunnel_is_no_slow_request() -> None:
+    with Live(client_head_timeout=0.2, client_body_timeout=0.2) as live:
+        async with live.worker(reflects), live.client() as client:
+            await client.send(handshake())
+            await switched(client)
+            await asyncio.sleep(0.8)
+            await client.send(b"still here")
+            assert await client.exactly(10) == b"still here"
+
+
+async def test_hint_places_a_tunnel_too(live: Live) -> None:
+    async with live.worker(reflects) as worker, live.client() as client:
+        await client.send(handshake(b"x-dynamo-worker-instance-id: nobody"))
+        openai_error(await client.answer(b"GET"), [400], "unknown_worker")
+    assert worker.nothing_came()

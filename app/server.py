@@ -540,13 +540,12 @@ class Exchange:
         if self.response_complete:
             return  # the client, or we, closed after the answer: nobody left early
         news, self._news = self._news, None
-        turn = self._turn
         if news is not None:
-            news.set()
-        if turn is not None:
-            turn.client_left()
+            news.set()  # which may end the turn
+        if self._turn is not None:
+            self._turn.client_left()
         else:
-            self._protocol.ended(self)  # it waited for its turn to begin
+            self._protocol.ended(self)  # also when its turn has never begun
 
     def took(self) -> None:
         if self._turn is not None:

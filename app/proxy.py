@@ -866,8 +866,10 @@ class Turn:
         return task.result()
 
     async def _until_done(self, task: asyncio.Task[T], undo: Callable[[T], object]) -> None:
+        done = Wake()
+        task.add_done_callback(lambda _: done.set())
         try:
-            await asyncio.wait({task})
+            await done
         except asyncio.CancelledError:  # we are being cancelled ourselves
             if task.done():
                 _undo(task, undo)

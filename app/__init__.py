@@ -1,1 +1,1 @@
-"""The router: control plane (FastAPI), data plane (raw ASGI), and the affinity between sessions and targets."""
+"""The router: control plane (FastAPI), data plane (on sockets), and the affinity between sessions and targets."""

@@ -285,10 +285,6 @@ class WorkerConnection(asyncio.Protocol):
         """The request body is still being sent."""
         return self._uploading
 
-    @property
-    def reused(self) -> bool:
-        return self._used
-
     def _cut(self) -> None:
         if self._raw:
             self.close()  # in another protocol what was said last may matter

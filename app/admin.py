@@ -11,11 +11,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
-from app.affinity import Affinity, View
 from app.errors import TurnError, documented
-from app.identity import MAX_ID_BYTES, KeyHasher
-from app.tenants import Admins
-from app.workers import Fleet
+from app.fleet.workers import Fleet
+from app.sessions.affinity import Affinity, View
+from app.sessions.identity import MAX_ID_BYTES, KeyHasher
+from app.sessions.tenants import Admins
 
 _KEY_LENGTH = 40
 

@@ -27,7 +27,7 @@ from app.config import (
 )
 from app.main import open_claims
 from app.serve import configure_logging, serve, version
-from app.tenants import new_key
+from app.sessions.tenants import new_key
 from backends import StoreConfigurationError, StoreError
 
 GROUPS: dict[str, tuple[str, ...]] = {

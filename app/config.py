@@ -33,11 +33,11 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.headers import Forwarding
-from app.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
-from app.policies import POLICIES
-from app.tenants import read_keys
-from app.workers import WorkerError, normal_url, worker_name
+from app.fleet.policies import POLICIES
+from app.fleet.workers import WorkerError, normal_url, worker_name
+from app.http.headers import Forwarding
+from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
+from app.sessions.tenants import read_keys
 
 MIB = 1024 * 1024
 VARIABLE_PREFIX = "COATCHECK_"

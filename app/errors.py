@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from app.headers import Header
+Header = tuple[bytes, bytes]
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -13,16 +13,16 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from app.admin import add_admin
-from app.affinity import Affinity
-from app.api import add_control_plane
 from app.config import Settings, WorkerSpec
-from app.headers import Forwarding
-from app.identity import Identifier, KeyHasher
+from app.control import add_control_plane
+from app.fleet.policies import POLICIES
+from app.fleet.workers import Fleet, make_worker
+from app.http.headers import Forwarding
 from app.metrics import Metrics
-from app.policies import POLICIES
-from app.proxy import Limits, Proxy, Rules
-from app.tenants import Admins, Tenants, read_keys
-from app.workers import Fleet, make_worker
+from app.sessions.affinity import Affinity
+from app.sessions.identity import Identifier, KeyHasher
+from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.turn import Limits, Proxy, Rules
 from backends import ClaimStore, Guarantee, open_store
 
 SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"

@@ -25,8 +25,8 @@ import uvicorn
 
 from app import children
 from app.config import Settings, dump_settings, mask
+from app.http.client import ClientLimits, client_protocol
 from app.main import SETTINGS_VARIABLE, Router, app_from_environment, create_app, is_proxied
-from app.server import ClientLimits, client_protocol
 
 log = logging.getLogger("coatcheck")
 

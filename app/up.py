@@ -28,7 +28,7 @@ from rich.text import Text
 
 from app import children
 from app.config import VARIABLE_PREFIX
-from app.workers import worker_name
+from app.fleet.workers import worker_name
 from mocker.settings import MockSettings
 
 HOST = "127.0.0.1"

@@ -70,7 +70,7 @@ async def open_store(
     elif parts.scheme == "file":
         store = await _open_file(parts, deadline)
     elif parts.scheme == "etcd":
-        from backends.etcd import EtcdStore  # imports grpc, which the other stores need not pay for
+        from backends.etcd.store import EtcdStore  # imports grpc, which the other stores need not pay for
 
         store = await EtcdStore.open(url, deadline=deadline)
     else:
@@ -98,7 +98,7 @@ def _open_memory(parts: SplitResult, capacity: int) -> ClaimStore:
 
 
 async def _open_file(parts: SplitResult, deadline: float) -> ClaimStore:
-    from backends.file import FileStore
+    from backends.file.store import FileStore
 
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise StoreConfigurationError(

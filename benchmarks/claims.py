@@ -27,7 +27,7 @@ from typing import Any, Self
 import aetcd
 import uvloop
 
-from app.affinity import Affinity
+from app.sessions.affinity import Affinity
 from backends import ClaimStore, ClaimValue, Deleted, Reset, open_store
 from backends.base import encode_value
 from benchmarks.claims_child import SESSION_TTL, WORKER, new_affinity, session_key

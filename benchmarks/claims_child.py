@@ -22,11 +22,11 @@ from typing import Any
 import msgspec
 import uvloop
 
-from app.affinity import Affinity, _Resolution
-from app.identity import KeyHasher
+from app.fleet.policies import least_loaded
+from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
-from app.policies import least_loaded
-from app.workers import Fleet, make_worker, worker_name
+from app.sessions.affinity import Affinity, _Resolution
+from app.sessions.identity import KeyHasher
 from backends import (
     Claim,
     ClaimOutcome,

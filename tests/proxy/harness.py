@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from app.affinity import Affinity
-from app.identity import KeyHasher
+from app.fleet.policies import Policy, least_loaded
+from app.fleet.workers import Fleet, Worker, make_worker
 from app.metrics import Metrics
-from app.policies import Policy, least_loaded
-from app.proxy import Limits, Proxy
-from app.workers import Fleet, Worker, make_worker
+from app.sessions.affinity import Affinity
+from app.sessions.identity import KeyHasher
+from app.turn.turn import Limits, Proxy
 from backends.base import ClaimStore
 from backends.memory import MemoryStore
 from tests.support.fakes import AsgiClient, ByteWorker, Script, until

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from app.direct import direct_write
+from app.http.inplace import direct_write
 from tests.support.fakes import until
 
 BIG = os.urandom(1 << 20) * 8

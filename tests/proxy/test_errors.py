@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from app.proxy import Limits
+from app.turn.turn import Limits
 from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
 from tests.proxy.harness import END, JSON, OK, SESSION, STREAM, bench

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from app.proxy import Limits
-from app.server import ClientLimits, client_protocol
+from app.http.client import ClientLimits, client_protocol
+from app.turn.turn import Limits
 from tests.proxy.harness import DONE, END, FINAL, OK, SESSION, STREAM, Bench, bench, chunk
 from tests.support.fakes import ByteWorker, Peer, Script, answers, until
 

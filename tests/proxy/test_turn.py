@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from app.proxy import Limits
-from app.workers import Target
+from app.fleet.workers import Target
+from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
 from backends.memory import MemoryStore
 from tests.proxy.harness import DONE, END, FINAL, JSON, OK, SESSION, STREAM, bench, chunk

@@ -31,7 +31,7 @@ from backends.base import (
     StoreUnavailable,
     encode_value,
 )
-from backends.etcd import CREATES_IN_FLIGHT, MAX_BATCH, EtcdStore, EtcdUrl
+from backends.etcd.store import CREATES_IN_FLIGHT, MAX_BATCH, EtcdStore, EtcdUrl
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
 from tests.support.scripted_etcd import ScriptedEtcd
 from tests.support.tcp import TcpProxy
@@ -353,7 +353,7 @@ async def test_no_create_is_left_waiting(
     shared: EtcdServer, open_store: Open, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """One that comes just as a call ends."""
-    monkeypatch.setattr("backends.etcd.CREATES_IN_FLIGHT", most)
+    monkeypatch.setattr("backends.etcd.store.CREATES_IN_FLIGHT", most)
     store = await open_store(shared.url(fresh_prefix()), deadline=5.0)
 
     async def one_after_another() -> None:
@@ -1304,7 +1304,7 @@ def test_loops_one_after_another_leave_nothing_behind(shared: EtcdServer) -> Non
     program = """
 import asyncio, sys
 from backends.base import ClaimValue, Reset
-from backends.etcd import EtcdStore
+from backends.etcd.store import EtcdStore
 
 async def main():
     store = await EtcdStore.open(sys.argv[1])

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import watchfiles
 
-import backends.file
+import backends.file.store
 from backends import (
     Claim,
     ClaimLost,
@@ -29,7 +29,7 @@ from backends import (
     Reset,
     StoreUnavailable,
 )
-from backends.file import FileStore
+from backends.file.store import FileStore
 from tests.stores.test_model import Later
 from tests.support.claimant import Claimant
 from tests.support.stores import Subscriber, a_key, a_value, eventually, make
@@ -84,7 +84,7 @@ def test_what_it_promises(quick_path: Path) -> None:
 class TestForeignFiles:
     @pytest.fixture(autouse=True)
     def short_grace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(backends.file, "GRACE_S", 0.5)
+        monkeypatch.setattr(backends.file.store, "GRACE_S", 0.5)
 
     @pytest.fixture(params=["empty", "torn", "of another key", "huge", "no json", "a symlink", "a pipe"])
     async def spoilt(self, request: pytest.FixtureRequest, store: FileStore, root: Path) -> Path:
@@ -589,7 +589,7 @@ class TestLocks:
             for key in keys:
                 outcome = await store.create_or_get(key, a_value(), 600)
                 assert await store.close(outcome.claim) is CLOSED
-        monkeypatch.setattr(backends.file, "STALE_S", 0.0)
+        monkeypatch.setattr(backends.file.store, "STALE_S", 0.0)
         await asyncio.sleep(0.02)
         await store._walk(None)
         assert temps(root) == []
@@ -677,7 +677,7 @@ class TestTime:
             path.write_text("x")
         await store._walk(None)
         assert all(path.exists() for path in left)
-        monkeypatch.setattr(backends.file, "STALE_S", 0.0)
+        monkeypatch.setattr(backends.file.store, "STALE_S", 0.0)
         await asyncio.sleep(0.02)
         await store._walk(None)
         assert not any(path.exists() for path in left)
@@ -751,7 +751,7 @@ class TestTheWatch:
     def kernel(self, monkeypatch: pytest.MonkeyPatch) -> Kernel:
         kernel = Kernel()
         monkeypatch.setattr(watchfiles, "watch", kernel)
-        monkeypatch.setattr(backends.file, "PROVEN_EVERY_S", 0.2)
+        monkeypatch.setattr(backends.file.store, "PROVEN_EVERY_S", 0.2)
         return kernel
 
     @pytest.mark.parametrize("fail", [None, OSError(errno.EMFILE, "no inotify instance left")])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from backends import Guarantee, StoreConfigurationError, open_store
-from backends.file import FileStore
+from backends.file.store import FileStore
 from backends.memory import MemoryStore
 
 

@@ -1,4 +1,4 @@
-"""Sessions on one replica and on several: every promise of app/affinity.py, in virtual time."""
+"""Sessions on one replica and on several: every promise of app/sessions/affinity.py, in virtual time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 
-from app.affinity import ANYWHERE, Affinity, Entry, Placement, StoreState
 from app.errors import TurnError
-from app.identity import KeyHasher
+from app.fleet.policies import Policy, least_loaded, rendezvous
+from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
-from app.policies import Policy, least_loaded, rendezvous
-from app.workers import Fleet, Target, make_worker
+from app.sessions.affinity import ANYWHERE, Affinity, Entry, Placement, StoreState
+from app.sessions.identity import KeyHasher
 from backends.base import (
     LIFETIME,
     ClaimValue,

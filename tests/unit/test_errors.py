@@ -17,7 +17,7 @@ def raised_codes() -> set[str]:
     """Every code that the router's sources name where they make an error."""
     calls = [
         node
-        for path in (ROOT / "app").glob("*.py")
+        for path in (ROOT / "app").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "TurnError"
     ]

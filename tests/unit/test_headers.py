@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.headers import HOP_BY_HOP, Header, connection_named, header, response_headers, sort_request
+from app.http.headers import HOP_BY_HOP, Header, connection_named, header, response_headers, sort_request
 
 WANTED = frozenset({b"session-id", b"content-length"})
 

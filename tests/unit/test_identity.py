@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import TurnError
-from app.headers import Noted
-from app.identity import (
+from app.http.headers import Noted
+from app.sessions.identity import (
     DEFAULT_SOURCES,
     FINAL,
     HINTS,

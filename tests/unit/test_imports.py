@@ -9,36 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("app", "backends", "mocker")
-LEAVES = {"app.headers", "app.sse", "app.errors", "app.metrics", "app.driven", "app.direct"}
-STARTERS = {"app.__main__", "app.cli", "app.serve", "app.up", "app.children"}
+GROUND = {"app.errors", "app.metrics"}
+"""Any house may stand on them; they know nothing of ours."""
+HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
+"""Each may know itself and what is before it."""
+CONTROL = {"app.control", "app.admin"}
+STARTERS = {"app.__main__", "app.cli", "app.config", "app.remote", "app.serve", "app.up", "app.children"}
 """They start processes and read settings; what they may know is not the data plane's concern."""
-
-ALLOWED: dict[str, set[str]] = {
-    # module → what of ours it may import besides leaves
-    "app.identity": set(),
-    "app.upstream": set(),
-    "app.asgi": set(),
-    "app.workers": {"app.upstream"},
-    "app.policies": {"app.workers"},
-    "app.affinity": {"app.policies", "app.workers", "backends.base"},
-    "app.tenants": set(),
-    "app.proxy": {
-        "app.affinity",
-        "app.asgi",
-        "app.identity",
-        "app.policies",
-        "app.tenants",
-        "app.upstream",
-        "app.workers",
-    },
-    "app.server": {"app.proxy"},
-    "app.api": {"app.tenants", "app.workers"},
-    "app.admin": {"app.affinity", "app.identity", "app.tenants", "app.workers"},
-    "app.config": {"app.identity", "app.policies", "app.tenants", "app.workers"},
-    "app.remote": {"app.config"},
-    "app.discovery": {"app.workers", "app.upstream"},
-    "app.children": set(),
-}
 STORE_METHODS = {"create_or_get", "renew", "subscribe", "stamp", "check"}
 """Of ClaimStore; `get`, `close` and `aclose` are other things' words as well."""
 
@@ -80,19 +57,46 @@ def test_packages_keep_apart(name: str) -> None:
     assert not {each for each in imported(name) if each.split(".")[0] in forbidden}
 
 
-@pytest.mark.parametrize("name", sorted(LEAVES & MODULES.keys()))
-def test_leaves_import_only_leaves(name: str) -> None:
-    assert imported(name) <= LEAVES
+def house(name: str) -> str:
+    return ".".join(name.split(".")[:2])
 
 
-@pytest.mark.parametrize("name", sorted(ALLOWED.keys() & MODULES.keys()))
-def test_modules_import_only_what_is_below_them(name: str) -> None:
-    assert imported(name) - LEAVES <= ALLOWED[name]
+@pytest.mark.parametrize("name", sorted(GROUND))
+def test_the_ground_knows_nothing_of_ours(name: str) -> None:
+    assert not imported(name)
 
 
-def test_every_module_of_the_router_has_its_rule() -> None:
-    free = {"app", "app.main"} | STARTERS | LEAVES
-    assert {name for name in MODULES if name.split(".")[0] == "app"} <= free | ALLOWED.keys()
+@pytest.mark.parametrize("name", [name for name in MODULES if house(name) in HOUSES])
+def test_a_house_knows_only_what_is_below_it(name: str) -> None:
+    below = {*HOUSES[: HOUSES.index(house(name)) + 1], *GROUND}
+    assert {house(each) for each in imported(name) if each.startswith("app")} <= below
+
+
+@pytest.mark.parametrize("name", sorted(CONTROL))
+def test_the_control_plane_knows_only_what_is_below_it(name: str) -> None:
+    assert {house(each) for each in imported(name)} <= {*HOUSES, *GROUND, *CONTROL}
+
+
+def test_every_module_of_the_router_has_its_place() -> None:
+    placed = {"app", "app.main", *HOUSES, *GROUND, *CONTROL, *STARTERS}
+    assert {house(name) for name in MODULES if name.split(".")[0] == "app"} <= placed
+
+
+def test_no_circle() -> None:
+    above: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str) -> None:
+        assert name not in above, " → ".join([*above[above.index(name) :], name])
+        if name not in done:
+            above.append(name)
+            for each in imported(name):
+                visit(each)
+            above.pop()
+            done.add(name)
+
+    for name in MODULES:
+        visit(name)
 
 
 def test_only_main_opens_stores() -> None:
@@ -107,7 +111,7 @@ def test_only_main_opens_stores() -> None:
     assert calling == {"app.main"}
 
 
-def test_only_the_affinity_calls_a_stores_methods() -> None:
+def test_only_sessions_call_a_stores_methods() -> None:
     calling = {
         (name, node.func.attr)
         for name, module in MODULES.items()
@@ -115,14 +119,17 @@ def test_only_the_affinity_calls_a_stores_methods() -> None:
         for node in ast.walk(module)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STORE_METHODS
     }
-    assert {name for name, _ in calling} == {"app.affinity"}
+    assert {house(name) for name, _ in calling} == {"app.sessions"}
 
 
-def test_only_main_and_the_affinity_know_the_stores() -> None:
+def test_only_main_and_sessions_know_the_stores() -> None:
     knowing = {
-        name for name in MODULES if name.startswith("app") and any(i.startswith("backends") for i in imported(name))
+        (house(name), each)
+        for name in MODULES.keys() - STARTERS - {"app.main"}
+        for each in imported(name)
+        if name.startswith("app") and each.startswith("backends")
     }
-    assert knowing - STARTERS == {"app.main", "app.affinity"}
+    assert knowing == {("app.sessions", "backends.base")}
 
 
 @pytest.mark.parametrize("name", MODULES)

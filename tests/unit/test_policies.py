@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from app.errors import TurnError
-from app.identity import KeyHasher
-from app.policies import POLICIES, Policy, direct, least_loaded, rendezvous, round_robin
-from app.workers import Target, make_worker
+from app.fleet.policies import POLICIES, Policy, direct, least_loaded, rendezvous, round_robin
+from app.fleet.workers import Target, make_worker
+from app.sessions.identity import KeyHasher
 
 
 def targets(count: int) -> list[Target]:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import cli, identity
+from app import cli
 from app.config import Settings
 from app.errors import TABLE
 from app.main import create_app
 from app.metrics import AFFINITY_OUTCOMES
-from app.proxy import _KEPT_STATUSES, DRY_RUN
-from app.tenants import ADMIN_TOKEN, CREDENTIALS
+from app.sessions import identity
+from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
+from app.turn.turn import _KEPT_STATUSES, DRY_RUN
 from tests.proxy import test_semantics_end, test_semantics_identity, test_semantics_placement
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_the_options_are_those_of_the_settings() -> None:
 
 
 def test_the_errors_are_those_of_the_table_that_something_raises() -> None:
-    sources = "".join(file.read_text() for file in (ROOT / "app").glob("*.py"))
+    sources = "".join(file.read_text() for file in (ROOT / "app").rglob("*.py"))
     said = {code.strip("`"): (status, retry) for code, status, retry, _ in rows("Errors")[1:]}
     told = {None: "–", False: "no", True: "yes"}
     assert said == {

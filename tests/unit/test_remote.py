@@ -15,10 +15,10 @@ import uvicorn
 
 from app import cli
 from app.config import Settings
-from app.identity import KeyHasher
 from app.main import create_app
 from app.serve import listen
-from app.tenants import read_keys
+from app.sessions.identity import KeyHasher
+from app.sessions.tenants import read_keys
 from tests.support.fakes import ByteWorker, answers
 
 TOKEN = "hush"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.sse import DoneDetector, error_event
+from app.http.sse import DoneDetector, error_event
 
 
 def first_hit(pieces: list[bytes]) -> int | None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.workers import Fleet, Target, Worker, WorkerError, make_worker, normal_url, worker_name
+from app.fleet.workers import Fleet, Target, Worker, WorkerError, make_worker, normal_url, worker_name
 
 
 class Clock:

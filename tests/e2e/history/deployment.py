@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from app.identity import KeyHasher
+from app.sessions.identity import KeyHasher
 from tests.e2e.history.checker import Rules, Served, Violation
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster
 from tests.support.processes import START_LIMIT, Process, Processes, metrics, total, wait_until

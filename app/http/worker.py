@@ -18,9 +18,8 @@ from typing import Any, Protocol, cast
 
 import httptools
 
-from app.direct import direct_write
-from app.driven import Wake
-from app.headers import Header
+from app.http.headers import Header
+from app.http.inplace import Wake, direct_write
 
 _HEAD_BYTES = 256 * 1024
 """A worker's response head may not be longer."""

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
-from app.headers import Header
-from app.upstream import Pool
+from app.http.headers import Header
+from app.http.worker import Pool
 
 _AVOID_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
 """How long a worker that could not be reached gets no new sessions, by how often in a row that happened."""

@@ -1,9 +1,10 @@
 """The data plane: a turn's life, from the request's first byte to the last of the answer.
 
-`Turn.run` reads top to bottom. It is a coroutine that is run in place (`app/driven.py`): by the client's connection
-until it waits for the worker's head, and by the worker's connection from there. Response bytes are pushed: the worker's
-connection calls `on_data`, which writes to the client. Only when the client's buffer is full is the worker's connection
-paused, until the client has caught up. No task, no future and no round of the event loop per turn or per piece.
+`Turn.run` reads top to bottom. It is a coroutine that is run in place (`app/http/inplace.py`): by the client's
+connection until it waits for the worker's head, and by the worker's connection from there. Response bytes are pushed:
+the worker's connection calls `on_data`, which writes to the client. Only when the client's buffer is full is the
+worker's connection paused, until the client has caught up. No task, no future and no round of the event loop per turn
+or per piece.
 
 The client's leaving cuts the attempt; nothing of the turn's own code is cancelled, so that slots, connections and
 claims are released by plain `finally`.
@@ -22,12 +23,12 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from app import sse
-from app.affinity import Affinity, Entry, Placement
-from app.asgi import AsgiClient, Receive, Scope, Send
-from app.driven import Driven, Wake
 from app.errors import ClientDisconnected, TurnError, error_body, error_response
-from app.headers import (
+from app.fleet.policies import WORKER_HINT, Policy, least_loaded
+from app.fleet.workers import Fleet, Target, Worker
+from app.http import sse
+from app.http.asgi import AsgiClient, Receive, Scope, Send
+from app.http.headers import (
     FORWARDED,
     NOT_TO_WORKER,
     Forwarding,
@@ -38,11 +39,8 @@ from app.headers import (
     sort_request,
     without_origin,
 )
-from app.identity import HINTS, Identifier, Identity, KeyHasher, read_hints
-from app.metrics import AFFINITY_OUTCOMES, Metrics
-from app.policies import WORKER_HINT, Policy, least_loaded
-from app.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Admins, Tenants
-from app.upstream import (
+from app.http.inplace import Driven, Wake
+from app.http.worker import (
     AttemptFailed,
     AttemptTimeout,
     BadResponse,
@@ -54,7 +52,10 @@ from app.upstream import (
     StaleConnection,
     WorkerConnection,
 )
-from app.workers import Fleet, Target, Worker
+from app.metrics import AFFINITY_OUTCOMES, Metrics
+from app.sessions.affinity import Affinity, Entry, Placement
+from app.sessions.identity import HINTS, Identifier, Identity, KeyHasher, read_hints
+from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Admins, Tenants
 
 log = logging.getLogger("coatcheck.proxy")
 

@@ -1,4 +1,4 @@
-"""The client's side of a turn under any ASGI server. Our own server needs none of it (`app/server.py`)."""
+"""The client's side of a turn under any ASGI server. Our own server needs none of it (`app/http/client.py`)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, MutableMapping
 from typing import Any, Protocol
 
-from app.driven import Driven
 from app.errors import ClientDisconnected
-from app.headers import Header
+from app.http.headers import Header
+from app.http.inplace import Driven
 
 log = logging.getLogger("coatcheck.asgi")
 
@@ -21,7 +21,7 @@ Send = Callable[[Message], Coroutine[Any, Any, None]]
 
 
 class Turn(Protocol):
-    """What a server tells a turn (`app.proxy.Turn`)."""
+    """What a server tells a turn (`app.turn.turn.Turn`)."""
 
     def start(self) -> None: ...
     def cancel(self) -> None: ...
@@ -31,7 +31,7 @@ class Turn(Protocol):
 
 
 class AsgiClient:
-    """A request as an ASGI server gives it (`app.proxy.Client`). The server's `send` and `receive` are driven: they
+    """A request as an ASGI server gives it (`app.turn.turn.Client`). The server's `send` and `receive` are driven: they
     must await only futures, as those of servers do."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:

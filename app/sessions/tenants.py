@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from app.errors import TurnError
-from app.headers import Header, Noted
+from app.http.headers import Header, Noted
 
 NOBODY = b""
 """The one tenant of a router without keys."""

@@ -16,10 +16,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from app.errors import TurnError, documented, error_response
-from app.headers import Noted
+from app.fleet.workers import Fleet, Worker
+from app.http.headers import Noted
 from app.metrics import Metrics
-from app.tenants import Tenants
-from app.workers import Fleet, Worker
+from app.sessions.tenants import Tenants
 
 _MODELS_TIMEOUT = 5.0
 """Seconds that a worker has to list its models; slower ones are left out of that answer."""

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from app.errors import TurnError
-from app.headers import Noted
+from app.http.headers import Noted
 
 MAX_ID_BYTES = 256
 

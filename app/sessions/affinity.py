@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.policies import Policy, least_loaded, rendezvous
+from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
-from app.policies import Policy, least_loaded, rendezvous
-from app.workers import Fleet, Target
 from backends.base import (
     LIFETIME,
     Claim,

@@ -1,12 +1,16 @@
-"""Coroutines that are run in place: by whoever brings what they wait for, without a task and without another round of
-the event loop. A round costs as much as the turn's own work for one answer, most of it in system calls.
+"""Work done in place, by whoever brings what it waits for, without a task and without another round of the event loop:
+coroutines that are driven (`Driven`), and writing to a socket at once (`direct_write`). A round costs as much as a
+turn's own work for one answer, most of it in system calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any
+
+Write = Callable[[bytes], None]
 
 
 class Wake:
@@ -109,3 +113,29 @@ class Driven:
             else:
                 waits_for._asyncio_future_blocking = False  # as a Task does with a future it is given
                 waits_for.add_done_callback(self._resume)
+
+
+def direct_write(transport: asyncio.Transport) -> Write:
+    """A function that does what `transport.write` does: sends what the kernel takes now, and leaves the rest, and every
+    error, to the transport. Only for who has the transport: the file descriptor is used while it is not closing."""
+    raw = transport.get_extra_info("socket")
+    if raw is None or transport.get_extra_info("sslcontext") is not None:
+        return transport.write
+    fd = raw.fileno()
+    waiting, closing, queue, send = transport.get_write_buffer_size, transport.is_closing, transport.write, os.write
+
+    def write(data: bytes) -> None:
+        if closing():
+            return  # its number may be another socket's by now
+        if waiting():
+            queue(data)
+            return
+        try:
+            sent = send(fd, data)
+        except OSError:  # it takes nothing now, or the other side is gone
+            queue(data)
+            return
+        if sent < len(data):
+            queue(memoryview(data)[sent:])
+
+    return write

@@ -3,7 +3,7 @@
 uvicorn keeps what it is good at: listening, the lifespan, draining, and the control plane's requests, which its own
 protocol serves. Proxied requests are ours from the parser on, because every layer between a client's socket and a
 turn costs more than the turn itself:
-- a turn runs in the read callback that completed its request, without a task (`app/driven.py`), and writes to the
+- a turn runs in the read callback that completed its request, without a task (`app/http/inplace.py`), and writes to the
   client's transport from the worker's read callback;
 - the response head travels with the first piece of the body when that is there, in one system call;
 - one timer for all connections watches how long each is idle, or slow to send its request, instead of one per request.
@@ -23,7 +23,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -31,13 +31,26 @@ import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from app.direct import Write, direct_write
-from app.driven import Wake
 from app.errors import ClientDisconnected, TurnError, error_response
-from app.headers import Header, connection_named
-from app.proxy import Proxy, Turn
+from app.http.headers import Header, connection_named
+from app.http.inplace import Wake, Write, direct_write
 
 log = logging.getLogger("coatcheck.server")
+
+
+class Turn(Protocol):
+    """What is told of the client, once it has been opened for an exchange."""
+
+    def start(self) -> None: ...
+    def cancel(self) -> None: ...
+    def client_left(self) -> None: ...
+    def client_took(self) -> None: ...
+
+
+class Proxy(Protocol):
+    """Opens a turn for each exchange."""
+
+    def open(self, client: Exchange, over: Callable[[Exception | None], None]) -> Turn: ...
 
 
 class ClientLimits(msgspec.Struct, frozen=True):
@@ -456,7 +469,7 @@ class Watchman:
 
 
 class Exchange:
-    """One proxied request and its answer, as `app.proxy.Client`, and as that of a cycle which uvicorn looks at."""
+    """One proxied request and its answer, as `app.turn.turn.Client`, and as that of a cycle which uvicorn looks at."""
 
     # Defaults in the class: most requests never set most of these.
     switches = b""

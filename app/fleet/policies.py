@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from app.errors import TurnError
-from app.workers import Target
+from app.fleet.workers import Target
 
 Policy = Callable[[Sequence[Target]], Target]
 """Picks one of at least one candidate."""

@@ -1,0 +1,1 @@
+"""Who asks, which session, and the claims that say where it is."""

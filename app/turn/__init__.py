@@ -1,0 +1,1 @@
+"""One request: read, route, attempt, answer, account."""

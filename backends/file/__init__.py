@@ -1,0 +1,1 @@
+"""Claims as files in a shared folder."""

@@ -27,7 +27,7 @@ from typing import Any, Self
 import aetcd
 import uvloop
 
-from app.sessions.affinity import Affinity
+from app.sessions.affinity import ANYWHERE, Affinity
 from backends import ClaimStore, ClaimValue, Deleted, Reset, open_store
 from backends.base import encode_value
 from benchmarks.claims_child import SESSION_TTL, WORKER, new_affinity, session_key
@@ -112,7 +112,7 @@ async def first_turn(bench: Bench) -> Table:
         ),
         rows,
         "Bare: one create transaction through aetcd's own client, with a lease; for files one write, fsync, link and "
-        "unlink in this thread. Calls are etcd's own count of unary calls. `bind` is `Affinity.bind` of a new session.",
+        "unlink in this thread. Calls are etcd's own count of unary calls. `bind` is `Binding.bind` of a new session.",
     )
 
 
@@ -159,20 +159,19 @@ async def cached_turn(bench: Bench) -> Table:
     rows.append(["hashing the key", f"{min(hashing) * 1e6:.2f} µs", f"{median(hashing) * 1e6:.2f} µs", "–"])
     return Table(
         "A cached turn",
-        ("store", "bind_cached + release", "median window", f"under {CACHED_LIMIT_US:.0f} µs"),
+        ("store", "session + bind_cached + release", "median window", f"under {CACHED_LIMIT_US:.0f} µs"),
         rows,
-        "Thread CPU time of a turn's two calls, the loop around them included. The key is hashed once per turn.",
+        "Thread CPU time of a turn's three calls, the loop around them included. The key is hashed once per turn.",
     )
 
 
 def _cached_window(affinity: Affinity, keys: Sequence[str], rounds: int) -> float:
-    bind, release = affinity.bind_cached, affinity.release
     start = time.thread_time()
     for _ in range(rounds):
         for key in keys:
-            entry = bind(key)
-            assert entry is not None
-            release(entry)
+            binding = affinity.session(key, final=False)
+            assert binding.bind_cached()
+            binding.release()
     return (time.thread_time() - start) / (rounds * len(keys))
 
 
@@ -445,8 +444,9 @@ class Bench:
 
 
 async def _bind(affinity: Affinity, key: str) -> None:
-    entry, _ = await affinity.bind(key)
-    affinity.release(entry)
+    binding = affinity.session(key, final=False)
+    await binding.bind(ANYWHERE)
+    binding.release()
 
 
 async def _each(keys: Iterable[str], call: Callable[[str], Awaitable[Any]], flight: int = 32) -> None:

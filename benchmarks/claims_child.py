@@ -25,7 +25,7 @@ import uvloop
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, _Resolution
+from app.sessions.affinity import ANYWHERE, Affinity, _Resolution
 from app.sessions.identity import KeyHasher
 from backends import (
     Claim,
@@ -130,8 +130,9 @@ async def idle(sessions: int, capacity: int, foreign: bool) -> None:
     affinity.start()
     await asyncio.sleep(0)
     for number in range(1000):  # what is allocated once is not an entry's
-        entry, _ = await affinity.bind(session_key("warm", number))
-        affinity.release(entry)
+        binding = affinity.session(session_key("warm", number), final=False)
+        await binding.bind(ANYWHERE)
+        binding.release()
     _report_memory(affinity, 0)
     target = affinity._policy(affinity._candidates())
     value = ClaimValue(worker=target.worker.name, replica=affinity._replica)

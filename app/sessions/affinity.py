@@ -1,7 +1,7 @@
 """Sessions and their targets, agreed with every other replica through the claim store.
 
 The only caller of the store. What it holds locally is a cache of claims with the count of turns that use each
-(`Entry`); the hot path, `bind_cached`, makes no I/O. An entry is *proven* while the store's watch is alive and
+(`Entry`); the hot path, `Binding.bind_cached`, makes no I/O. An entry is *proven* while the store's watch is alive and
 continuous since the claim was read, for at most `max_stale` seconds, and until the claim may have expired; otherwise
 the claim is read again before the entry is used. Only when the store cannot answer is an unproven entry used as it is.
 
@@ -55,6 +55,8 @@ _MOVES_WINDOW = 30.0
 not fight over it."""
 _MOVES_REMEMBERED = 10_000
 _RECONCILE_AT_ONCE = 32
+_KEPT_STATUSES = frozenset({408, 409, 425, 429})
+"""With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
 
 
 class StoreState(enum.Enum):
@@ -138,6 +140,100 @@ class _Resolution:
         if self.reserved is not None:
             self.reserved.reserved -= 1
             self.reserved = None
+
+
+class Binding:
+    """A turn's hold on its session, from `Affinity.session`.
+
+    Only it knows when the end of an answer must wait for the close, and how a turn's end ends the session. `bind` and
+    `rebind` are to be run in a task, which may be cancelled; so are `close`, `refused` and `left`, which should not be.
+    """
+
+    __slots__ = ("_affinity", "_entry", "_final", "_key", "_over", "how", "target")
+
+    target: Target
+    """Where the session is. Set once it is bound."""
+
+    def __init__(self, affinity: Affinity, key: str, final: bool) -> None:
+        self._affinity, self._key, self._final = affinity, key, final
+        self._entry: Entry | None = None
+        self._over = False
+        self.how = "none"
+        """How the turn came to its target (AFFINITY_OUTCOMES); none until it is bound."""
+
+    def bind_cached(self) -> bool:
+        """Join the session by what is known here, without I/O. False: then `bind`."""
+        entry = self._affinity._bind_cached(self._key)
+        if entry is None:
+            return False
+        self._entry, self.target = entry, entry.target
+        self.how = "degraded" if entry.claim is None else "cached"
+        return True
+
+    async def bind(self, placement: Placement) -> None:
+        """Join the session through the store: the claim that stands, or a new one as `placement` says.
+
+        `how` is then created, stored, cached (another turn here was already at it, or the store could not confirm),
+        rebound or degraded. Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal.
+        """
+        self._hold(*await self._affinity._bind(self._key, placement))
+
+    async def rebind(self, lost: frozenset[str], placement: Placement) -> None:
+        """Move the session off workers that cannot be reached (`lost`: the names of all that the turn has found), to
+        where the client's hint or the policy says. When it raises TurnError the old hold stands."""
+        assert self._entry is not None
+        self._hold(*await self._affinity._rebind(self._entry, lost, placement))
+
+    def _hold(self, entry: Entry, how: str) -> None:
+        if self._over:  # its task was cancelled too late
+            self._affinity._release(entry)
+            return
+        if self._entry is not None:
+            self._affinity._leave(self._entry)
+        self._entry, self.target, self.how = entry, entry.target, how
+
+    def answered(self, status: int) -> None:
+        """The worker has begun to answer."""
+        if self._final and _ends(status) and self._entry is not None:
+            self._entry.closing = True
+
+    @property
+    def holds_end(self) -> bool:
+        """The end of the answer must wait for `close`: the session is ending and this is its last turn here."""
+        entry = self._entry
+        return entry is not None and entry.closing and entry.active == 1
+
+    async def close(self) -> None:
+        """When the end is held, close the claim. Returns when it is closed, or after `close_limit`: then it is tried
+        on in the background until the claim's TTL."""
+        if self.holds_end:
+            assert self._entry is not None
+            await self._affinity._close(self._entry)
+
+    async def refused(self, status: int) -> None:
+        """The turn is answered with an error of our own. A final turn that is refused for good ends its session all
+        the same: the client will not send it again."""
+        if self._final and _ends(status):
+            await self.left()
+            await self.close()
+
+    async def left(self) -> None:
+        """The client has left. A final turn ends its session all the same."""
+        if not self._final:
+            return
+        if self._entry is not None:
+            self._entry.closing = True  # closed when this turn is released
+        else:
+            with contextlib.suppress(TurnError):  # the store is away; the claim ends by its TTL
+                await self._affinity.end(self._key)
+
+    def release(self) -> None:
+        """The turn is over. Idempotent. The last one out closes the claim in the background when that is due; what a
+        `bind` that is still on its way brings is given back then."""
+        self._over = True
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._affinity._release(entry)
 
 
 class Affinity:
@@ -225,9 +321,12 @@ class Affinity:
 
     # -- a turn's side
 
-    def bind_cached(self, key: str) -> Entry | None:
-        """Join a session by what is known here, without I/O, or None: then `bind`. Each entry that is answered must
-        be given to `release` once."""
+    def session(self, key: str, *, final: bool) -> Binding:
+        """A turn's hold on the session. Nothing is bound or claimed yet."""
+        return Binding(self, key, final)
+
+    def _bind_cached(self, key: str) -> Entry | None:
+        """Each entry that is answered must be given to `_release` once."""
         entry = self._active.get(key)
         if entry is None:
             entry = self._idle.get(key)
@@ -242,21 +341,13 @@ class Affinity:
             self._renew_soon(entry)
         return self._enter(entry)
 
-    async def bind(self, key: str, placement: Placement = ANYWHERE) -> tuple[Entry, str]:
-        """Join a session through the store: the claim that stands, or a new one as `placement` says.
-
-        Answers the entry (to be given to `release` once) and the outcome: created, stored, cached (another turn here
-        was already at it, or the store could not confirm), rebound or degraded. May be cancelled.
-        Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal.
-        """
+    async def _bind(self, key: str, placement: Placement = ANYWHERE) -> tuple[Entry, str]:
         bound = await self._shared(key, functools.partial(self._resolve, key, placement))
         self._log(bound)
         return bound
 
-    async def rebind(self, entry: Entry, lost: frozenset[str], placement: Placement = ANYWHERE) -> tuple[Entry, str]:
-        """Move a session off workers that cannot be reached (`lost`: the names of all that the turn has found), to
-        where the client's wish or the policy says. Takes the place of the caller's hold on `entry`, which must not be
-        released again unless this raises."""
+    async def _rebind(self, entry: Entry, lost: frozenset[str], placement: Placement) -> tuple[Entry, str]:
+        """Answers what takes the place of the caller's hold on `entry`, which is the caller's to leave."""
         for _ in range(_REBINDS_PER_TURN):
             current = self._current(entry.key) or entry
             if current.target.worker.name not in lost:
@@ -267,25 +358,22 @@ class Affinity:
             )
             if moved.target.worker.name not in lost:
                 break
-            self.release(moved)
+            self._release(moved)
         else:
             raise TurnError("no_worker", "the session's worker cannot be reached and no other one could be agreed on")
         moved.closing = moved.closing or entry.closing
-        self._leave(entry)
         bound = moved, "degraded" if moved.claim is None else "rebound"
         self._log(bound)
         return bound
 
-    def release(self, entry: Entry) -> None:
+    def _release(self, entry: Entry) -> None:
         """A turn of the session has ended. The last one out closes the claim in the background when that is due."""
         self._leave(entry)
         self._close_if_due(entry)
         if self._clock() >= entry.renew_at:
             self._renew_soon(entry)
 
-    async def close(self, entry: Entry) -> None:
-        """Close the claim now, before the turn that does so is released: it is the last one here. Returns when the
-        claim is closed, or after `close_limit`: then it is tried on in the background until the claim's TTL."""
+    async def _close(self, entry: Entry) -> None:
         task = self._begin_close(entry)
         if task is not None:
             await asyncio.wait({task}, timeout=self._close_limit)
@@ -848,8 +936,8 @@ class Affinity:
         entry = self._current(key)
         if entry is not None and entry.claim is None:
             with contextlib.suppress(TurnError):
-                bound, _ = await self.bind(key)
-                self.release(bound)
+                bound, _ = await self._bind(key)
+                self._release(bound)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -861,6 +949,11 @@ class Affinity:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("a background task of the affinity failed", exc_info=task.exception())
+
+
+def _ends(status: int) -> bool:
+    """Whether a final turn that is answered so ends its session."""
+    return status < 500 and status not in _KEPT_STATUSES
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:

@@ -13,7 +13,6 @@ claims are released by plain `finally`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import logging
@@ -53,7 +52,7 @@ from app.http.worker import (
     WorkerConnection,
 )
 from app.metrics import AFFINITY_OUTCOMES, Metrics
-from app.sessions.affinity import Affinity, Entry, Placement
+from app.sessions.affinity import Affinity, Binding, Placement
 from app.sessions.identity import HINTS, Identifier, Identity, KeyHasher, read_hints
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Admins, Tenants
 
@@ -72,8 +71,6 @@ _EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
 _DYING_PAUSES = (0.0, 0.02, 0.1, 0.3)
 """Seconds before each time that a worker which broke a connection is asked whether it is still there."""
-_KEPT_STATUSES = frozenset({408, 409, 425, 429})
-"""With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
 
 
 class Client(Protocol):
@@ -305,7 +302,7 @@ class Turn:
     _identity = _NO_IDENTITY
     _dry_run = False
     _wish: _Wish | None = None
-    _entry: Entry | None = None
+    _binding: Binding | None = None
     _target: Target | None = None
     _how = "none"
     _slot: Target | None = None
@@ -376,10 +373,7 @@ class Turn:
         except ClientDisconnected:
             self._outcome = "aborted"
             if self._ends_session:
-                if self._entry is not None:
-                    self._entry.closing = True  # closed when this turn is released
-                else:
-                    await self._end_session()
+                await self._in_task(self._session().left())
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
             log.exception("turn %s failed", self._request_id.decode("latin-1"))
@@ -444,13 +438,10 @@ class Turn:
             else:
                 self._target = proxy.among_hinted(wish.placed())
         else:
-            key = proxy.hasher.key(self._tenant, *identity.session)
-            entry = proxy.affinity.bind_cached(key)
-            if entry is not None:
-                self._bound((entry, "cached" if entry.claim is not None else "degraded"))
-            else:
-                await self._claimed(proxy.affinity.bind(key, self._placement()), self._unbind)
-            assert self._target is not None
+            binding = self._session()
+            if not binding.bind_cached():
+                await self._claimed(binding.bind(self._placement()))
+            self._target, self._how = binding.target, binding.how
             if wish is not None and not wish.fits(self._target):
                 if proxy.rules.reject_conflicts:
                     raise wish.conflict()
@@ -539,15 +530,15 @@ class Turn:
 
     async def _relay(self) -> None:
         """The answer, as it comes."""
-        connection, entry = self._connection, self._entry
+        connection = self._connection
         assert connection is not None
         status = connection.status
         if status > 599:
             raise TurnError("worker_bad_response", f"the worker answered with status {status}")
         if status >= 400:
             self._outcome = "worker_error" if status >= 500 else "client_error"
-        if entry is not None and self._identity.final and _ends(status):
-            entry.closing = True
+        if self._binding is not None:
+            self._binding.answered(status)
         headers = response_headers(connection.headers, status)
         if 300 <= status < 400 or status == 201:
             assert self._target is not None
@@ -579,8 +570,8 @@ class Turn:
         status, headers, body = error_response(error)
         if self._outcome != "failed":
             self._outcome = "rejected" if status < 500 else "unplaced" if self._connection is None else "worker_error"
-        if self._ends_session and _ends(status):
-            await self._end_session()
+        if self._ends_session:
+            await self._in_task(self._session().refused(status))
         await self._answer(status, headers + self._own_headers(), body)
 
     async def _answer(self, status: int, headers: list[Header], body: bytes) -> None:
@@ -610,16 +601,12 @@ class Turn:
         identity = self._identity
         return identity.final and identity.session is not None and not self._dry_run
 
-    async def _end_session(self) -> None:
-        """A final turn that we refuse for good, or whose client has left, ends its session all the same: the client
-        will not send it again."""
-        if self._entry is not None:
-            self._entry.closing = True
-            await self._close_session()
-        elif self._identity.session is not None:
-            with contextlib.suppress(TurnError):  # the store is away; the claim ends by its TTL
-                key = self._proxy.hasher.key(self._tenant, *self._identity.session)
-                await self._in_task(self._proxy.affinity.end(key), _nothing)
+    def _session(self) -> Binding:
+        if self._binding is None:
+            assert self._identity.session is not None
+            key = self._proxy.hasher.key(self._tenant, *self._identity.session)
+            self._binding = self._proxy.affinity.session(key, final=self._identity.final)
+        return self._binding
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
@@ -676,8 +663,8 @@ class Turn:
         """Give everything back, whatever happened."""
         if self._slot is not None:
             self._slot.in_flight -= 1
-        if self._entry is not None:
-            self._proxy.affinity.release(self._entry)
+        if self._binding is not None:
+            self._binding.release()
         if self._connection is not None:
             self._connection.release()
         if self._upload is not None:
@@ -761,15 +748,16 @@ class Turn:
 
     async def _move(self, lost: frozenset[str], error: AttemptFailed) -> None:
         """Find another target after every worker in `lost` could not be reached."""
-        entry = self._entry
+        binding = self._binding
         try:
-            if entry is None:
+            if binding is None:
                 self._target = self._place(lost)
                 return
-            if entry.target.worker.name not in lost:  # it was passed over for the one that is lost
-                self._target, self._how = entry.target, "cached"
+            if binding.target.worker.name not in lost:  # it was passed over for the one that is lost
+                self._target, self._how = binding.target, "cached"
             else:
-                await self._claimed(self._proxy.affinity.rebind(entry, lost, self._placement()), self._bound)
+                await self._claimed(binding.rebind(lost, self._placement()))
+                self._target, self._how = binding.target, binding.how
         except TurnError as none_left:
             raise TurnError("worker_unreachable", f"no worker can be reached ({error})") from none_left
         self._proxy.metrics.affinity.cells[self._how,] += 1
@@ -780,23 +768,14 @@ class Turn:
             raise TurnError("no_worker", "no worker can take the turn")
         return self._proxy.policy(candidates)
 
-    def _bound(self, bound: tuple[Entry, str]) -> None:
-        self._entry, self._how = bound
-        self._target = self._entry.target
-
-    async def _claimed(
-        self, work: Coroutine[Any, Any, tuple[Entry, str]], undo: Callable[[tuple[Entry, str]], object]
-    ) -> None:
+    async def _claimed(self, work: Coroutine[Any, Any, None]) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody
         waited for would be closed by nobody."""
         if self._identity.final:
-            self._bound(await self._in_task(work, undo))
+            await self._in_task(work)
             self._check_client()
         else:
-            self._bound(await self._unless_gone(work, undo))
-
-    def _unbind(self, bound: tuple[Entry, str]) -> None:
-        self._proxy.affinity.release(bound[0])
+            await self._unless_gone(work, _nothing)
 
     def _take_slot(self, target: Target) -> None:
         if self._slot is not target:
@@ -860,10 +839,10 @@ class Turn:
             raise ClientDisconnected
         return task.result()
 
-    async def _in_task(self, work: Coroutine[Any, Any, T], undo: Callable[[T], object]) -> T:
+    async def _in_task(self, work: Coroutine[Any, Any, T]) -> T:
         """Await in a task, whether the client leaves or not."""
         task = self.loop.create_task(work)
-        await self._until_done(task, undo)
+        await self._until_done(task, _nothing)
         return task.result()
 
     async def _until_done(self, task: asyncio.Task[T], undo: Callable[[T], object]) -> None:
@@ -966,14 +945,14 @@ class Turn:
             self._held.append(data)
             self._held_end = end
             return
-        entry = self._entry
-        if entry is not None and entry.closing and entry.active == 1 and self._hold(data, end):
+        binding = self._binding
+        if binding is not None and binding.holds_end and self._hold(data, end):
             return
         self._push(data, end)
 
     def on_chunk(self, frame: bytes, start: int) -> None:
-        entry = self._entry
-        if self._held is not None or not self._ttft or (entry is not None and entry.closing):
+        binding = self._binding
+        if self._held is not None or not self._ttft or (binding is not None and binding.holds_end):
             self.on_data(frame[start:-2], False)
             return
         self._last, self._last_framing = frame, 2
@@ -1017,14 +996,8 @@ class Turn:
             self._done.set()
 
     async def _close_session(self) -> None:
-        entry = self._entry
-        if entry is not None and entry.closing and entry.active == 1:
-            await self._in_task(self._proxy.affinity.close(entry), _nothing)
-
-
-def _ends(status: int) -> bool:
-    """Whether a final turn that is answered so ends its session."""
-    return status < 500 and status not in _KEPT_STATUSES
+        if self._binding is not None and self._binding.holds_end:
+            await self._in_task(self._binding.close())
 
 
 def _routing_fields(body: bytes, noted: Noted, decode: Callable[[bytes], _Fields]) -> _Fields:

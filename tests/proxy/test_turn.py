@@ -1032,7 +1032,6 @@ async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None
     async with bench(script) as b:
         client = b.request(SESSION, FINAL)
         joined: list[Any] = []
-        original = b.proxy.affinity.release
         client.start()
         await until(lambda: b.proxy._running)
         [turn] = b.proxy._running
@@ -1041,14 +1040,15 @@ async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None
         def hold_and_join(data: bytes, end: bool) -> bool:
             held = hold(data, end)
             if held and not joined:
-                joined.append(b.affinity.bind_cached(b.hasher.key(b"", SESSION[1])))
+                joined.append(b.affinity.session(b.hasher.key(b"", SESSION[1]), final=False))
+                assert joined[0].bind_cached()
             return held
 
         turn._hold = hold_and_join  # type: ignore[method-assign]
         hooked.set()
         await until(lambda: client.body == DONE)
         assert not client.complete
-        original(joined[0])
+        joined[0].release()
         go_on.set()
         await client.finish()
         assert client.complete

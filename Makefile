@@ -11,8 +11,11 @@ READY := .venv/.ready
 run: $(READY)
 	@exec $(BIN)/coatcheck up
 
+# Much of a test's time is waiting, hence more processes than a small machine has cores; `make test JOBS=1` for one
+JOBS ?= 4
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 check: $(READY)
 	$(BIN)/ruff check .

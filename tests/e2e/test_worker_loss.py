@@ -63,6 +63,7 @@ class Load:
 
     fleet: Fleet
     sessions: Sequence[str]
+    clients: int = CLIENTS
     failed: list[str] = field(default_factory=list)
     slowest: float = 0.0
     served: Counter[str] = field(default_factory=Counter)
@@ -87,7 +88,7 @@ class Load:
                     await wire.body()
 
     async def run(self, sessions: Iterator[str]) -> None:
-        await asyncio.gather(*(self.client(number, sessions) for number in range(CLIENTS)))
+        await asyncio.gather(*(self.client(number, sessions) for number in range(self.clients)))
 
 
 async def bound_to(fleet: Fleet, worker: Worker) -> list[str]:
@@ -167,7 +168,7 @@ async def test_behind_a_black_hole_turns_wait_for_the_connect_limit_and_no_longe
     sessions = await bound_to(fleet, doomed)
     doomed.process.kill()
     with black_hole(doomed):
-        load = Load(fleet, sessions)
+        load = Load(fleet, sessions, clients=4 * CLIENTS)  # nearly all of them wait
         await load.run(iter(sessions * 2))
         assert load.failed == []
         assert set(load.served) == set(sessions)

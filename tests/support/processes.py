@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 from urllib.parse import urlsplit
 
+from tests.support.tcp import free_ports
 from tests.support.wire import ask
 
 REPO = Path(__file__).parents[2]
@@ -167,7 +168,7 @@ class Processes:
     def workers(self, count: int, *options: str, apart: bool = False) -> list[Worker]:
         """Mock workers called w0, w1 ...: in one process, or each in its own (`apart`), so that one can be killed."""
         if apart:
-            started = [self.start("worker", "mocker", "--port", "0", *options) for _ in range(count)]
+            started = [self.start("worker", "mocker", "--port", str(port), *options) for port in free_ports(count)]
             places = [(process.urls(1)[0], process) for process in started]
         else:
             process = self.start("workers", "mocker", "--port", "0", "--count", str(count), *options)
@@ -181,7 +182,11 @@ class Processes:
 
     def replicas_with(self, *options: Sequence[str]) -> list[Replica]:
         """One replica for each list of options; all are ready."""
-        started = [self.start("replica", "app", "serve", "--port", "0", *each) for each in options]
+        ports = free_ports(len(options))
+        started = [
+            self.start("replica", "app", "serve", "--port", str(port), *each)
+            for port, each in zip(ports, options, strict=True)
+        ]
         replicas = [Replica(process.urls(1)[0], process) for process in started]
         for replica in replicas:
             _wait_ready(replica)

@@ -194,8 +194,8 @@ def test_while_draining_each_answer_ends_its_connection(serve: Callable[..., Rou
     assert "connection" not in router.client.get(f"{router.url}/health").headers
     router.process.send_signal(signal.SIGTERM)
     assert holds(lambda: router.status("/ready") == 503)
-    bad = {"content": b"{", "headers": {"content-type": "application/json"}}
-    refused = router.client.post(f"{router.url}/v1/chat/completions", **bad)
+    json_headers = {"content-type": "application/json"}
+    refused = router.client.post(f"{router.url}/v1/chat/completions", content=b"{", headers=json_headers)
     health = router.client.get(f"{router.url}/health")
     assert (refused.status_code, refused.headers["connection"]) == (400, "close")
     assert (health.status_code, health.headers["connection"]) == (200, "close")

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -97,7 +98,7 @@ async def play(setup: Setup) -> AsyncIterator[Play]:
     if worker is not None:
         await worker.__aexit__(None, None, None)
     for replica in (setup.usual, setup.hasty):
-        await wait_until(lambda replica=replica: _at_rest(replica), 5)
+        await wait_until(partial(_at_rest, replica), 5)
 
 
 async def _at_rest(replica: Replica) -> bool:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from urllib.parse import urlsplit
 
 import pytest
@@ -49,7 +50,7 @@ async def at_rest(fleet: Fleet) -> AsyncIterator[None]:
     yield
     for replica in fleet.replicas:
         for gauge in ("coatcheck_in_flight", "coatcheck_turns_running", "coatcheck_session_turns_active"):
-            await wait_until(lambda r=replica, g=gauge: _is_zero(r, g), 10)  # type: ignore[misc]
+            await wait_until(partial(_is_zero, replica, gauge), 10)
         assert not total(await metrics(replica), "coatcheck_turns_total", 'outcome="failed"')
 
 

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, overload
 from urllib.parse import urlsplit
 
 from tests.support.tcp import free_ports
@@ -116,6 +116,13 @@ class Process:
 
     def forget_peak(self) -> None:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+
+class Place(Protocol):
+    """What answers at a URL."""
+
+    @property
+    def url(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -212,7 +219,7 @@ async def clear_faults(worker: Worker) -> None:
     await ask(worker.url, "DELETE", "/mock/faults")
 
 
-async def metrics(replica: Replica) -> dict[str, float]:
+async def metrics(replica: Place) -> dict[str, float]:
     """Every sample by its name with its labels, as Prometheus would read it."""
     text = (await ask(replica.url, target="/metrics")).body.decode()
     samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
@@ -228,6 +235,10 @@ def total(samples: dict[str, float], name: str, *labels: str) -> float:
     )
 
 
+@overload
+async def wait_until(predicate: Callable[[], Awaitable[T]], limit: float) -> T: ...
+@overload
+async def wait_until(predicate: Callable[[], T], limit: float) -> T: ...
 async def wait_until(predicate: Callable[[], T | Awaitable[T]], limit: float) -> T:
     """Ask until the answer is true, at most `limit` seconds; answers that answer. Raises AssertionError."""
     give_up_at = time.monotonic() + limit
@@ -236,7 +247,7 @@ async def wait_until(predicate: Callable[[], T | Awaitable[T]], limit: float) ->
         if inspect.isawaitable(answer):
             answer = await answer
         if answer:
-            return answer  # type: ignore[return-value]
+            return answer
         assert time.monotonic() < give_up_at, f"still {answer!r} after {limit} s"
         await asyncio.sleep(0.01)
 

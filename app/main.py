@@ -17,12 +17,15 @@ from app.config import Settings, WorkerSpec
 from app.control import add_control_plane
 from app.fleet.policies import POLICIES
 from app.fleet.workers import Fleet, make_worker
+from app.http.asgi import AsgiClient
 from app.http.headers import Forwarding
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
-from app.turn.turn import Limits, Proxy, Rules
+from app.turn.request import Reading
+from app.turn.routing import Routing, Rules
+from app.turn.turn import Limits, Shared, Turns
 from backends import ClaimStore, Guarantee, open_store
 
 SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
@@ -37,7 +40,7 @@ class Router(FastAPI):
     """The application. Proxied paths go straight to the data plane and never enter the framework's middleware or
     routing; FastAPI answers all others."""
 
-    proxy: Proxy
+    turns: Turns
     affinity: Affinity
     fleet: Fleet
     metrics: Metrics
@@ -53,7 +56,7 @@ class Router(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and is_proxied(scope["path"]):
-            await self.proxy(scope, receive, send)  # type: ignore[arg-type]  # ASGI servers give coroutine functions
+            await AsgiClient(scope, receive, send).run(self.turns.open)  # type: ignore[arg-type]
         else:
             await super().__call__(scope, receive, send)
 
@@ -83,6 +86,16 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     admins = Admins(settings.admin_token.get_secret_value())
     hasher = KeyHasher(settings.session_secret.get_secret_value().encode())
 
+    reading = Reading(
+        identifier=Identifier(settings.session_from),
+        tenants=tenants,
+        forwarding=Forwarding(settings.trusted_proxies),
+        worker_key=settings.worker_key.encode(),
+        rank_header=settings.rank_header.lower().encode(),
+        has_ranks=any(target.rank is not None for worker in fleet for target in worker.targets),
+        body_limit=settings.max_body_bytes,
+    )
+
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         assert isinstance(app, Router)
@@ -105,29 +118,29 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 parent_slack=settings.parent_slack,
                 log_share=settings.log_bindings,
             )
-            app.proxy = Proxy(
-                fleet=fleet,
-                policy=policy,
-                affinity=app.affinity,
-                hasher=hasher,
-                metrics=metrics,
-                limits=Limits(
-                    body_bytes=settings.max_body_bytes,
-                    first_byte=settings.first_byte_timeout,
-                    idle=settings.idle_timeout,
-                    total=settings.turn_timeout,
-                ),
-                identifier=Identifier(settings.session_from),
-                tenants=tenants,
-                admins=admins,
-                forwarding=Forwarding(settings.trusted_proxies),
-                rules=Rules(
-                    soft_overload=settings.overload if settings.affinity == "soft" else 0,
-                    reject_conflicts=settings.hint_conflict == "reject",
-                    hints_only=settings.policy == "direct",
-                    worker_key=settings.worker_key.encode(),
-                    rank_header=settings.rank_header.lower().encode(),
-                ),
+            rules = Rules(
+                soft_overload=settings.overload if settings.affinity == "soft" else 0,
+                reject_conflicts=settings.hint_conflict == "reject",
+            )
+            app.turns = Turns(
+                Shared(
+                    reading=reading,
+                    routing=Routing(
+                        fleet=fleet,
+                        policy=policy,
+                        affinity=app.affinity,
+                        hasher=hasher,
+                        metrics=metrics,
+                        admins=admins,
+                        rules=rules,
+                    ),
+                    metrics=metrics,
+                    limits=Limits(
+                        first_byte=settings.first_byte_timeout,
+                        idle=settings.idle_timeout,
+                        total=settings.turn_timeout,
+                    ),
+                )
             )
             _register_gauges(app)
             app.affinity.start()
@@ -181,9 +194,9 @@ def _worker_tls(settings: Settings) -> ssl.SSLContext:
 
 
 def _register_gauges(app: Router) -> None:
-    affinity, metrics, proxy = app.affinity, app.metrics, app.proxy
+    affinity, metrics, turns = app.affinity, app.metrics, app.turns
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
-    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: proxy.turns)
+    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: len(turns))
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)

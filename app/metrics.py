@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,17 +18,10 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 AFFINITY_OUTCOMES = ("created", "cached", "stored", "rebound", "degraded", "bypassed", "none")
-TURN_OUTCOMES = (
-    "completed",
-    "client_error",
-    "worker_error",
-    "aborted",
-    "broken",
-    "rejected",
-    "unplaced",
-    "failed",
-    "explained",
-)
+TurnOutcome = Literal[
+    "completed", "client_error", "worker_error", "aborted", "broken", "rejected", "unplaced", "failed", "explained"
+]
+TURN_OUTCOMES: tuple[TurnOutcome, ...] = get_args(TurnOutcome)
 
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
@@ -139,7 +133,7 @@ class Metrics(Collector):
         """A gauge for each value of a label, read when scraped."""
         self._gauges.append((name, text, (label,), lambda: [((value,), number) for value, number in read()]))
 
-    def turn(self, model: str | None, outcome: str) -> None:
+    def turn(self, model: str | None, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
         name = model or ""
         if name not in self._models:

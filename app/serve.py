@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
                 router,
                 loop="uvloop",
                 http=client_protocol(
-                    lambda path: router.proxy if is_proxied(path) else None,
+                    lambda path: router.turns if is_proxied(path) else None,
                     lambda: router.draining,
                     ClientLimits(
                         head_bytes=settings.max_header_bytes,

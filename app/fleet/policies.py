@@ -6,12 +6,18 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from app.errors import TurnError
 from app.fleet.workers import Target
 
-Policy = Callable[[Sequence[Target]], Target]
-"""Picks one of at least one candidate."""
+
+class Policy(Protocol):
+    """Picks one of at least one candidate."""
+
+    places: bool
+
+    def __call__(self, candidates: Sequence[Target]) -> Target: ...
 
 
 def least_loaded() -> Policy:
@@ -31,6 +37,8 @@ def direct() -> Policy:
 
 
 class _LeastLoaded:
+    places = True
+
     def __init__(self) -> None:
         self._turn = 0
 
@@ -41,6 +49,8 @@ class _LeastLoaded:
 
 
 class _RoundRobin:
+    places = True
+
     def __init__(self) -> None:
         self._turn = 0
 
@@ -50,8 +60,14 @@ class _RoundRobin:
 
 
 class _Direct:
+    places = False
+
     def __call__(self, candidates: Sequence[Target]) -> Target:
-        raise TurnError("hint_required", f"this router places nothing by itself; name a worker in {WORKER_HINT}")
+        raise hint_required()
+
+
+def hint_required() -> TurnError:
+    return TurnError("hint_required", f"this router places nothing by itself; send {WORKER_HINT}")
 
 
 WORKER_HINT = "X-Dynamo-Worker-Instance-ID"

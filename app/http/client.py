@@ -50,7 +50,7 @@ class Turn(Protocol):
 class Proxy(Protocol):
     """Opens a turn for each exchange."""
 
-    def open(self, client: Exchange, over: Callable[[Exception | None], None]) -> Turn: ...
+    def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn: ...
 
 
 class ClientLimits(msgspec.Struct, frozen=True):

@@ -8,10 +8,13 @@ from typing import Any
 
 from app.fleet.policies import Policy, least_loaded
 from app.fleet.workers import Fleet, Worker, make_worker
+from app.http.asgi import AsgiClient as ServerSide
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
-from app.turn.turn import Limits, Proxy
+from app.turn.request import Reading
+from app.turn.routing import Routing
+from app.turn.turn import Limits, Shared, Turns
 from backends.base import ClaimStore
 from backends.memory import MemoryStore
 from tests.support.fakes import AsgiClient, ByteWorker, Script, until
@@ -30,6 +33,15 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
+class Proxy(Turns):
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await ServerSide(scope, receive, send).run(self.open)
+
+    @property
+    def turns(self) -> int:
+        return len(self)
+
+
 class Bench:
     """What a test of the proxy needs at hand."""
 
@@ -40,6 +52,7 @@ class Bench:
         store: ClaimStore | None = None,
         policy: Policy | None = None,
         limits: Limits | None = None,
+        reading: Any = None,
         connect_limit: float = 5.0,
         idle_limit: float = 60.0,
         tls: Any = None,
@@ -56,13 +69,11 @@ class Bench:
             self.store, self.fleet, policy, self.metrics, replica="r1", ttl=1800.0, **({"close_limit": 5.0} | affinity)
         )
         self.hasher = KeyHasher()
+        routing = Routing(
+            fleet=self.fleet, policy=policy, affinity=self.affinity, hasher=self.hasher, metrics=self.metrics
+        )
         self.proxy = Proxy(
-            fleet=self.fleet,
-            policy=policy,
-            affinity=self.affinity,
-            hasher=self.hasher,
-            metrics=self.metrics,
-            limits=limits or Limits(),
+            Shared(reading=reading or Reading(), routing=routing, metrics=self.metrics, limits=limits or Limits())
         )
 
     def worker(self, number: int = 0) -> Worker:

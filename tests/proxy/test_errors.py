@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from app.turn.request import Reading
 from app.turn.turn import Limits
 from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
@@ -100,9 +101,9 @@ BAD_REQUESTS: list[tuple[str, list[Header], bytes, tuple[int, str, str | None]]]
     ("headers", "body", "answer"), [case[1:] for case in BAD_REQUESTS], ids=[c[0] for c in BAD_REQUESTS]
 )
 async def test_bad_request(headers: list[Header], body: bytes, answer: tuple[int, str, str | None]) -> None:
-    limits = Limits(body_bytes=1024 if b"[[[" not in body else 1 << 20)
+    reading = Reading(body_limit=1024 if b"[[[" not in body else 1 << 20)
     worker = ByteWorker(answers(OK))
-    async with bench(worker, limits=limits) as b:
+    async with bench(worker, reading=reading) as b:
         client = await b.get(*headers, body=body)
         assert told(client) == (*answer, None, None)
         assert b.outcomes() == {"rejected": 1}
@@ -110,13 +111,13 @@ async def test_bad_request(headers: list[Header], body: bytes, answer: tuple[int
 
 
 async def test_body_too_large_in_pieces() -> None:
-    async with bench(answers(OK), limits=Limits(body_bytes=1024)) as b:
+    async with bench(answers(OK), reading=Reading(body_limit=1024)) as b:
         client = await b.get(body=[b"x" * 600, b"x" * 600, b"x" * 600])
         assert told(client)[:2] == (413, "request_too_large")
 
 
 async def test_body_too_large_is_refused_before_it_has_ended() -> None:
-    async with bench(answers(OK), limits=Limits(body_bytes=1024)) as b:
+    async with bench(answers(OK), reading=Reading(body_limit=1024)) as b:
         client = await b.get(body=[b"x" * 600, b"x" * 600], ends=False)
         assert told(client)[:2] == (413, "request_too_large")
 
@@ -125,7 +126,7 @@ async def test_body_too_large_is_refused_before_it_has_ended() -> None:
 async def test_body_of_just_the_cap_is_taken(declared: bool) -> None:
     headers = [(b"content-length", b"1024")] if declared else []
     worker = ByteWorker(answers(OK))
-    async with bench(worker, limits=Limits(body_bytes=1024)) as b:
+    async with bench(worker, reading=Reading(body_limit=1024)) as b:
         client = await b.get(*headers, body=[b"x" * 512, b"y" * 512])
         assert client.status == 200
         assert worker.requests[0][1] == b"x" * 512 + b"y" * 512

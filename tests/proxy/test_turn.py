@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from app.fleet.workers import Target
+from app.turn.answer import Answer
 from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
 from backends.memory import MemoryStore
@@ -796,9 +797,9 @@ async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_sam
         client = b.request(SESSION).start()
         await until(lambda: store.calls["create"])
         [turn] = b.proxy._running
-        assert turn._pending is not None
+        assert turn._presence._pending is not None
         assert client.task is not None
-        turn._pending.add_done_callback(lambda _: client.task.cancel())  # type: ignore[union-attr]
+        turn._presence._pending.add_done_callback(lambda _: client.task.cancel())  # type: ignore[union-attr]
         gate.set()
         with pytest.raises(asyncio.CancelledError):
             await client.task
@@ -1017,7 +1018,7 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
         assert await b.claim() is None
 
 
-async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None:
+async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first hold of the end finds another turn; when that is gone the end is held, closed and sent all the same."""
     hooked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -1034,17 +1035,16 @@ async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end() -> None
         joined: list[Any] = []
         client.start()
         await until(lambda: b.proxy._running)
-        [turn] = b.proxy._running
-        hold = turn._hold
+        hold = Answer._hold
 
-        def hold_and_join(data: bytes, end: bool) -> bool:
-            held = hold(data, end)
+        def hold_and_join(answer: Answer, data: bytes, end: bool) -> bool:
+            held = hold(answer, data, end)
             if held and not joined:
                 joined.append(b.affinity.session(b.hasher.key(b"", SESSION[1]), final=False))
                 assert joined[0].bind_cached()
             return held
 
-        turn._hold = hold_and_join  # type: ignore[method-assign]
+        monkeypatch.setattr(Answer, "_hold", hold_and_join)
         hooked.set()
         await until(lambda: client.body == DONE)
         assert not client.complete

@@ -60,8 +60,8 @@ class Answer:
         """The body has ended, or its `failure` has come."""
         await self._done
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
-            assert binding is not None
-            await self._presence.in_any_case(binding.close())
+            assert self._binding is not None
+            await self._presence.in_any_case(self._binding.close())
             self._done = Wake()
             held, self._held = self._held, None
             self._push(b"".join(held), self._held_end)

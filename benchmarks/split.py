@@ -23,7 +23,7 @@ _BODY = json.dumps({"model": "mock-model", "messages": [{"role": "user", "conten
 
 
 async def _ask(when: float, hosts: list[str], session: str = "") -> None:
-    """After `when` seconds a request for each, all in one step of this process, on connections that are open by then."""
+    """After `when` seconds a request for each, all in one step of this process, on connections that are open."""
     ways = [await asyncio.open_connection(*host.split(":")) for host in hosts]
     await asyncio.sleep(when)
     for host, (_, writer) in zip(hosts, ways, strict=True):

@@ -151,7 +151,7 @@ class ClaimStore(Protocol):
     def guarantees(self) -> Guarantee: ...
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
-        """Create the claim, or answer the one that stands. `ttl` in seconds. Does not renew a claim that stands.
+        """Create the claim, or return the one that stands. `ttl` in seconds. Does not renew a claim that stands.
 
         Raises StoreUnavailable or OutcomeUnknown."""
         ...

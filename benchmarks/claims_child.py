@@ -77,7 +77,7 @@ def new_affinity(store: ClaimStore, capacity: int) -> Affinity:
 
 
 class EchoStore:
-    """Returns what etcd would, keeps nothing, so that the memory measured is the cache's alone. A million real claims
+    """Answers as etcd would and keeps nothing, so that the memory measured is the cache's alone. A million real claims
     would also take etcd minutes.
 
     `foreign`: every claim was made by another replica, so it is decoded from bytes and shares nothing with us.

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app import cli
 from app.config import Settings
 from app.errors import TABLE
-from app.main import create_app
+from app.main import Router, create_app
 from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, Counter, Histogram
 from app.sessions import identity
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
@@ -40,6 +40,11 @@ def rows(text: str, head: str) -> list[list[str]]:
     """The cells of the first table of a text whose head begins with that cell."""
     lines = text[text.index(f"| {head} |") :].partition("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def router() -> Router:
+    """One that has not started, with a worker that has a rank."""
+    return create_app(Settings(worker=("http://127.0.0.1:9,name=w,dp=1",), claims="memory://"))
 
 
 def blocks(page: str, *languages: str) -> list[str]:
@@ -139,7 +144,7 @@ def spoken(labels: dict[str, tuple[str, ...]]) -> str:
 
 
 async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> None:
-    app = create_app(Settings(worker=("http://127.0.0.1:9,name=w,dp=1",), claims="memory://"))
+    app = router()
     async with app.router.lifespan_context(app):
         text = app.metrics.render().decode()
     labels = {
@@ -157,7 +162,7 @@ async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> N
 
 def test_the_values_of_labels_are_those_that_the_code_counts() -> None:
     """Whatever a line of code counts by a word of its own is a value that the metric knows."""
-    metrics = create_app(Settings(worker=("http://127.0.0.1:9",), claims="memory://")).metrics
+    metrics = router().metrics
     sources = "".join(file.read_text() for file in (ROOT / "app").rglob("*.py"))
     counted = set()
     for name, counter in vars(metrics).items():
@@ -172,7 +177,7 @@ def test_the_values_of_labels_are_those_that_the_code_counts() -> None:
 
 
 def test_the_outcomes_of_turns_are_explained() -> None:
-    metrics = create_app(Settings(worker=("http://127.0.0.1:9",), claims="memory://")).metrics
+    metrics = router().metrics
     text = section(REFERENCE, "Metrics")
     assert {cells[0].strip("`") for cells in rows(text, "Outcome")} == set(metrics.turns.labels["outcome"])
     known = {f"{m.name}_total": m.labels for m in vars(metrics).values() if isinstance(m, Counter)}

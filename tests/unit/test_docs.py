@@ -15,7 +15,7 @@ from app import cli
 from app.config import Settings
 from app.errors import TABLE
 from app.main import Router, create_app
-from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, Counter, Histogram
+from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, Counter, Histogram, Values
 from app.sessions import identity
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
 from app.turn.turn import _KEPT_STATUSES, DRY_RUN
@@ -137,7 +137,7 @@ def test_the_errors_are_those_of_the_table_that_something_raises() -> None:
     }
 
 
-def spoken(labels: dict[str, tuple[str, ...]]) -> str:
+def spoken(labels: Values) -> str:
     """A metric's labels with their values, as the table says them."""
     each = (f"`{name}`" + ": " * bool(values) + ", ".join(f"`{v}`" for v in values) for name, values in labels.items())
     return "; ".join(each) or "–"
@@ -153,7 +153,7 @@ async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> N
     expected = set()
     for family in text_string_to_metric_families(text):
         if family.name.startswith("coatcheck_"):
-            seen = {name: () for sample in family.samples for name in sample.labels if name != "le"}
+            seen: Values = {name: () for sample in family.samples for name in sample.labels if name != "le"}
             total = "_total" if family.type == "counter" else ""
             with_values = spoken(labels.get(family.name, seen))
             expected.add((f"`{family.name}{total}`", family.type, with_values, family.documentation))

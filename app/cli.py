@@ -173,7 +173,7 @@ def _overview(effective: EffectiveSettings) -> str:
 
 
 def options_table() -> str:
-    """The settings as the table of `docs/options.md`."""
+    """The settings as the README's table."""
     lines = ["| Setting | Default | Meaning |", "|---|---|---|"]
     for names in GROUPS.values():
         for name in names:

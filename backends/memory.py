@@ -37,7 +37,7 @@ STAMP_SLOTS = 1 << 16
 
 
 class MemoryStore:
-    """`clock` answers monotonic seconds. Nothing here awaits, so each call is atomic in its event loop."""
+    """`clock` returns monotonic seconds. Nothing here awaits, so each call is atomic in its event loop."""
 
     guarantees = Guarantee.LINEARIZABLE
 

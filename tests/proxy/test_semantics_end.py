@@ -1,4 +1,4 @@
-"""What a session is, sentence by sentence of the README: how it ends, and how it is looked at."""
+"""What a session is, sentence by sentence of `docs/sessions.md`: how it ends, and how it is looked at."""
 
 from __future__ import annotations
 

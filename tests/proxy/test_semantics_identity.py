@@ -1,4 +1,4 @@
-"""What a session is, sentence by sentence of the README: whose it is."""
+"""What a session is, sentence by sentence of `docs/sessions.md`: whose it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session is, sentence by sentence of the README: where its turns go."""
+"""What a session is, sentence by sentence of `docs/sessions.md`: where its turns go."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ Row = Callable[[Rooms], Awaitable[None]]
 
 
 class Sentences(dict[str, Row]):
-    """A table of sentences of the README, each with what shows that it is true:
+    """A table of sentences of `docs/sessions.md`, each with what shows that it is true:
 
     @says("A sentence.")
     async def _(rooms: Rooms) -> None: ...

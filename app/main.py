@@ -23,7 +23,7 @@ from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.turn import Limits, Proxy, Rules
-from backends import ClaimStore, Guarantee, open_store
+from backends import ClaimStore, open_store
 
 SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
 """How the processes of one `serve --processes N` get the settings that were read and checked once."""
@@ -162,8 +162,8 @@ async def _measure_lag(metrics: Metrics) -> None:
 
 async def open_claims(settings: Settings) -> ClaimStore:
     """The store that the settings name. Raises StoreConfigurationError."""
-    need = Guarantee.ACROSS_PROCESSES if settings.processes > 1 else Guarantee.NONE
-    return await open_store(settings.claims, need=need, deadline=settings.store_deadline)
+    several = settings.processes > 1
+    return await open_store(settings.claims, across_processes=several, deadline=settings.store_deadline)
 
 
 def app_from_environment() -> Router:

@@ -46,8 +46,8 @@ class SingleFlight(Generic[K, T]):
             # We joined what its callers had just given up.
 
     def start(self, key: K, work: Work[T]) -> None:
-        """Begin the work unless it is under way; nobody waits for it. Raises Abandoned when closed."""
-        if key not in self._flights:
+        """Begin the work unless it is under way; nobody waits for it. Closed, it begins nothing."""
+        if not self._closed and key not in self._flights:
             self._begin(key, work, None)
 
     @contextlib.contextmanager

@@ -34,7 +34,6 @@ from backends import (
     ClaimValue,
     CloseOutcome,
     Event,
-    Guarantee,
     Reset,
     open_store,
 )
@@ -83,7 +82,7 @@ class EchoStore:
     `foreign`: every claim was made by another replica, so it is decoded from bytes and shares nothing with us.
     """
 
-    guarantees = Guarantee.LINEARIZABLE
+    across_processes = False
 
     def __init__(self, foreign: bool) -> None:
         self._foreign = foreign

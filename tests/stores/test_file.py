@@ -24,7 +24,6 @@ from backends import (
     ClaimLost,
     ClaimValue,
     CloseOutcome,
-    Guarantee,
     OutcomeUnknown,
     Reset,
     StoreUnavailable,
@@ -68,17 +67,6 @@ async def other(open_file: Open, store: FileStore) -> FileStore:
 
 def temps(root: Path) -> list[str]:
     return os.listdir(root / "tmp")
-
-
-def test_what_it_promises(quick_path: Path) -> None:
-    async def promised(**options: Any) -> Guarantee:
-        store = await FileStore.open(quick_path, **options)
-        await store.aclose()
-        return store.guarantees
-
-    lasting = Guarantee.ACROSS_PROCESSES | Guarantee.SURVIVES_RESTART
-    assert asyncio.run(promised()) == lasting | Guarantee.LINEARIZABLE
-    assert asyncio.run(promised(shared=True)) == lasting | Guarantee.ACROSS_HOSTS
 
 
 class TestForeignFiles:

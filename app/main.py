@@ -23,7 +23,8 @@ from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.turn import Limits, Proxy, Rules
-from backends import ClaimStore, open_store
+from backends import open_store
+from backends.base import ClaimStore
 
 SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
 """How the processes of one `serve --processes N` get the settings that were read and checked once."""

@@ -16,41 +16,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from backends.base import (
-    LIFETIME,
-    Claim,
-    ClaimLost,
-    ClaimOutcome,
-    ClaimStore,
-    ClaimValue,
-    CloseOutcome,
-    Deleted,
-    Event,
-    OutcomeUnknown,
-    Reset,
-    StoreConfigurationError,
-    StoreError,
-    StoreUnavailable,
-)
+from backends.base import ClaimStore, StoreConfigurationError
 from backends.options import parse_options, shown
-
-__all__ = [
-    "LIFETIME",
-    "Claim",
-    "ClaimLost",
-    "ClaimOutcome",
-    "ClaimStore",
-    "ClaimValue",
-    "CloseOutcome",
-    "Deleted",
-    "Event",
-    "OutcomeUnknown",
-    "Reset",
-    "StoreConfigurationError",
-    "StoreError",
-    "StoreUnavailable",
-    "open_store",
-]
 
 
 async def open_store(

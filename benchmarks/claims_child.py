@@ -27,7 +27,8 @@ from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, _Resolution
 from app.sessions.identity import KeyHasher
-from backends import (
+from backends import open_store
+from backends.base import (
     Claim,
     ClaimOutcome,
     ClaimStore,
@@ -35,9 +36,9 @@ from backends import (
     CloseOutcome,
     Event,
     Reset,
-    open_store,
+    decode_value,
+    encode_value,
 )
-from backends.base import decode_value, encode_value
 
 WORKERS = tuple(f"http://127.0.0.1:{port}" for port in range(9001, 9005))
 """Never called."""

@@ -134,8 +134,5 @@ class Leases:
 
     def _remember(self, lease: int, expires_at: float) -> None:
         if len(self.expiries) >= MAX_KNOWN_LEASES:
-            now = time.monotonic()
-            self.expiries = {lease: when for lease, when in self.expiries.items() if when > now}
-            if len(self.expiries) >= MAX_KNOWN_LEASES:
-                self.expiries.clear()
+            self.expiries.clear()  # those still in use are asked for again
         self.expiries[lease] = expires_at

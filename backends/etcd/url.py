@@ -12,7 +12,7 @@ from urllib.parse import unquote
 import grpc
 
 from backends.base import StoreConfigurationError
-from backends.options import parse_options
+from backends.options import parse_options, shown
 
 _FILES = ("ca", "cert", "key", "password_file")
 _OPTIONS = {"tls": ("true", "false"), "server_name": (), **dict.fromkeys(_FILES, ())}
@@ -69,11 +69,7 @@ class EtcdUrl:
                 raise StoreConfigurationError(f"etcd: {name}: there is no file {file}")
         targets = tuple(_target(host) for host in hosts.split(","))
         if not all(targets):
-            # The text itself may be a login: one with a bare / in its password.
-            which = ", ".join(repr(host) for host in hosts.split(",") if not _target(host))
-            raise StoreConfigurationError(
-                "etcd: write %2F for / in a password" if "@" in path else f"etcd: {which} is no host:port"
-            )
+            raise StoreConfigurationError(f"{shown(url)!r}: each host is written as host:port; IPv6 in [brackets]")
         return cls(
             targets=targets,
             prefix=prefix,

@@ -19,15 +19,7 @@ import pytest
 import watchfiles
 
 import backends.file.store
-from backends import (
-    Claim,
-    ClaimLost,
-    ClaimValue,
-    CloseOutcome,
-    OutcomeUnknown,
-    Reset,
-    StoreUnavailable,
-)
+from backends.base import Claim, ClaimLost, ClaimValue, CloseOutcome, OutcomeUnknown, Reset, StoreUnavailable
 from backends.file.store import FileStore
 from tests.stores.test_model import Later
 from tests.support.claimant import Claimant

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from backends import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Reset
+from backends.base import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Reset
 from backends.memory import MemoryStore
 from tests.support.stores import Subscriber, a_key, a_value, make
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from backends import StoreConfigurationError, open_store
+from backends import open_store
+from backends.base import StoreConfigurationError
 from backends.file.store import FileStore
 from backends.memory import MemoryStore
 

@@ -9,12 +9,14 @@ from backends.base import StoreConfigurationError
 
 
 def shown(url: str) -> str:
-    """Without user, password and the values of options. What stands before the last @ is a login, however it is
-    written: a password with a bare / or ? in it ends the host's part of a URL early."""
+    """Without user, password and the values of options. Where a host may stand, all before the last @ is taken for a
+    login: a password with a bare / or ? in it ends the host's part of a URL early."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         scheme, separator, rest = "", "", url
-    return scheme + separator + rest.rpartition("@")[2].partition("?")[0].partition("#")[0]
+    if not rest.startswith("/"):
+        rest = rest.rpartition("@")[2]
+    return scheme + separator + rest.partition("?")[0].partition("#")[0]
 
 
 def parse_options(url: str, query: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, str]:

@@ -125,7 +125,7 @@ class Cluster:
             if login and not self._logged_in and not self.closed:
                 await self._log_in(self._metadata, until)
             if self.closed:
-                raise failure(doubt, "the store is closed")
+                raise failure(doubt, "it is closed")
             endpoint = self.endpoints[self._current]
             # An expired token would make etcd refuse even the login.
             metadata = self._metadata if login else _REQUIRE_LEADER
@@ -160,7 +160,7 @@ class Cluster:
             except asyncio.CancelledError:
                 # Closing the channel cancels its calls, and their callers did not ask for that.
                 if self.closed and not _being_cancelled():
-                    raise failure(write, "the store was closed") from None
+                    raise failure(write, "it was closed") from None
                 raise
             else:
                 if self._away:
@@ -201,7 +201,7 @@ class Cluster:
         """To be told of each write that needed space and was applied."""
         if self.full:
             self.full = False
-            _log.warning("etcd takes new claims again")
+            _log.warning("etcd takes something new again")
 
     def shut(self) -> None:
         """Begin nothing more; what is under way goes on until `aclose`."""
@@ -227,7 +227,7 @@ class Cluster:
         if fault is Fault.FULL:
             if not self.full:
                 self.full = True
-                _log.warning("etcd is full and takes no new claims: %s", text)
+                _log.warning("etcd is full and takes nothing new: %s", text)
             return Full(f"etcd is full: {text}")
         if fault is Fault.NO_LEASE:
             return NoLease(text)
@@ -346,7 +346,7 @@ async def shared(flights: SingleFlight[K, T], key: K, work: Work[T], until: floa
     except TimeoutError:
         raise StoreUnavailable("etcd does not answer") from None
     except Abandoned:
-        raise StoreUnavailable("etcd: the store is closed") from None
+        raise StoreUnavailable("etcd: it is closed") from None
 
 
 def _being_cancelled() -> bool:

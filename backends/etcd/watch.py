@@ -42,7 +42,7 @@ class Deletions:
         try:
             while not self._cluster.closed:
                 await self._watch(mailbox)
-            raise StoreUnavailable("etcd: the store is closed")
+            raise StoreUnavailable("etcd: it is closed")
         except StoreUnavailable as error:
             mailbox.end(error)
         except Exception as error:

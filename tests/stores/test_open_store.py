@@ -67,6 +67,7 @@ async def test_an_etcd_that_is_away_is_no_configuration_error() -> None:
         ("file:///tmp/x?hosts=two", "'two'", "one or many"),
         ("file:///tmp/x?hosts=one&hosts=many", "'hosts'", "once"),
         ("file:///tmp/x#y", "#", "%23"),
+        ("file:///tmp/me@home?hosts=two", "file:///tmp/me@home", "one or many"),
         ("file:///dev/null/claims", "/dev/null/claims", "name a folder"),
         ("memory://host", "host", "memory://"),
         ("memory:///path", "/path", "memory://"),

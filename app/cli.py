@@ -28,7 +28,7 @@ from app.config import (
 from app.main import open_claims
 from app.serve import configure_logging, serve, version
 from app.sessions.tenants import new_key
-from backends import StoreConfigurationError, StoreError
+from backends.base import StoreConfigurationError, StoreError
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "listening": ("host", "port", "processes", "keepalive_timeout", "trusted_proxies"),

@@ -26,7 +26,8 @@ from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.request import Reading
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
-from backends import ClaimStore, Guarantee, open_store
+from backends import open_store
+from backends.base import ClaimStore
 
 SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
 """How the processes of one `serve --processes N` get the settings that were read and checked once."""
@@ -175,8 +176,8 @@ async def _measure_lag(metrics: Metrics) -> None:
 
 async def open_claims(settings: Settings) -> ClaimStore:
     """The store that the settings name. Raises StoreConfigurationError."""
-    need = Guarantee.ACROSS_PROCESSES if settings.processes > 1 else Guarantee.NONE
-    return await open_store(settings.claims, need=need, deadline=settings.store_deadline)
+    several = settings.processes > 1
+    return await open_store(settings.claims, across_processes=several, deadline=settings.store_deadline)
 
 
 def app_from_environment() -> Router:

@@ -45,20 +45,6 @@ LIFETIME = 1.25
 """The most that a store may stretch a TTL."""
 
 
-class Guarantee(enum.Flag):
-    """What a store promises; `open_store` refuses a store that lacks what the deployment needs."""
-
-    NONE = 0
-    ACROSS_PROCESSES = enum.auto()
-    """Processes on one host agree."""
-    ACROSS_HOSTS = enum.auto()
-    """Processes on different hosts agree."""
-    SURVIVES_RESTART = enum.auto()
-    """Claims outlive every router process."""
-    LINEARIZABLE = enum.auto()
-    """A read that starts after a write has returned, anywhere, sees it."""
-
-
 class StoreError(Exception):
     """Base of everything a claim store raises."""
 
@@ -148,7 +134,9 @@ class ClaimStore(Protocol):
     """See the module's docstring for what each method promises."""
 
     @property
-    def guarantees(self) -> Guarantee: ...
+    def across_processes(self) -> bool:
+        """Processes on one host agree; `open_store` refuses a store that lacks it where the deployment needs it."""
+        ...
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         """Create the claim, or return the one that stands. `ttl` in seconds. Does not renew a claim that stands.

@@ -27,7 +27,6 @@ from backends.base import (
     CloseOutcome,
     Deleted,
     Event,
-    Guarantee,
     Reset,
     StoreUnavailable,
 )
@@ -39,7 +38,7 @@ STAMP_SLOTS = 1 << 16
 class MemoryStore:
     """`clock` returns monotonic seconds. Nothing here awaits, so each call is atomic in its event loop."""
 
-    guarantees = Guarantee.LINEARIZABLE
+    across_processes = False
 
     def __init__(
         self,

@@ -27,18 +27,18 @@ from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
 from app.sessions.affinity import ANYWHERE, Affinity, _Resolution
 from app.sessions.identity import KeyHasher
-from backends import (
+from backends import open_store
+from backends.base import (
     Claim,
     ClaimOutcome,
     ClaimStore,
     ClaimValue,
     CloseOutcome,
     Event,
-    Guarantee,
     Reset,
-    open_store,
+    decode_value,
+    encode_value,
 )
-from backends.base import decode_value, encode_value
 
 WORKERS = tuple(f"http://127.0.0.1:{port}" for port in range(9001, 9005))
 """Never called."""
@@ -83,7 +83,7 @@ class EchoStore:
     `foreign`: every claim was made by another replica, so it is decoded from bytes and shares nothing with us.
     """
 
-    guarantees = Guarantee.LINEARIZABLE
+    across_processes = False
 
     def __init__(self, foreign: bool) -> None:
         self._foreign = foreign

@@ -1,11 +1,11 @@
 """Claims as files in a shared folder.
 
-Promises, on one host: every process agrees (ACROSS_PROCESSES), claims outlive every router process
-(SURVIVES_RESTART), and a read that starts after a write has returned sees it (LINEARIZABLE). A close is seen at once by
-every process on the host through a shared page of stamps.
+Promises, on one host: every process agrees, claims outlive every router process, and a read that starts after a write
+has returned sees it (linearizable). A close is seen at once by every process on the host through a shared page of
+stamps.
 
-With `shared=True` (`file:///dir?hosts=many`) the folder may be a network file system used by several hosts, and the
-store says ACROSS_HOSTS. It then does *not* promise LINEARIZABLE, because NFS caches names and attributes; it has no
+With `shared=True` (`file:///dir?hosts=many`) the folder may be a network file system used by several hosts, and
+processes on different hosts agree. Reads are then *not* linearizable: NFS caches names and attributes. It then has no
 stamps, because mapped pages are not coherent between hosts; and it never makes the root anew, because a missing folder
 is more likely an unmounted share. It lists the folder for its events, because no kernel hears of another host's
 changes. It relies on the server for hard links that fail on an existing name and for `flock`:
@@ -66,7 +66,6 @@ from backends.base import (
     CloseOutcome,
     Deleted,
     Event,
-    Guarantee,
     OutcomeUnknown,
     Reset,
     StoreConfigurationError,
@@ -129,6 +128,8 @@ _MISCONFIGURED = {
 class FileStore:
     """Made by `open`; belongs to one event loop. See the module's docstring for what it promises."""
 
+    across_processes = True
+
     def __init__(self, disk: _Disk, *, deadline: float, poll: bool, mailbox_size: int) -> None:
         self._disk = disk
         self._deadline = deadline
@@ -178,12 +179,6 @@ class FileStore:
             log.warning("%s: no claims for now: %s", root, error)
         store._start(store._tend())
         return store
-
-    @property
-    def guarantees(self) -> Guarantee:
-        if self._disk.shared:
-            return Guarantee.ACROSS_PROCESSES | Guarantee.ACROSS_HOSTS | Guarantee.SURVIVES_RESTART
-        return Guarantee.ACROSS_PROCESSES | Guarantee.SURVIVES_RESTART | Guarantee.LINEARIZABLE
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         self._shortest_ttl = min(self._shortest_ttl, ttl)

@@ -19,16 +19,7 @@ import pytest
 import watchfiles
 
 import backends.file.store
-from backends import (
-    Claim,
-    ClaimLost,
-    ClaimValue,
-    CloseOutcome,
-    Guarantee,
-    OutcomeUnknown,
-    Reset,
-    StoreUnavailable,
-)
+from backends.base import Claim, ClaimLost, ClaimValue, CloseOutcome, OutcomeUnknown, Reset, StoreUnavailable
 from backends.file.store import FileStore
 from tests.stores.test_model import Later
 from tests.support.claimant import Claimant
@@ -68,17 +59,6 @@ async def other(open_file: Open, store: FileStore) -> FileStore:
 
 def temps(root: Path) -> list[str]:
     return os.listdir(root / "tmp")
-
-
-def test_what_it_promises(quick_path: Path) -> None:
-    async def promised(**options: Any) -> Guarantee:
-        store = await FileStore.open(quick_path, **options)
-        await store.aclose()
-        return store.guarantees
-
-    lasting = Guarantee.ACROSS_PROCESSES | Guarantee.SURVIVES_RESTART
-    assert asyncio.run(promised()) == lasting | Guarantee.LINEARIZABLE
-    assert asyncio.run(promised(shared=True)) == lasting | Guarantee.ACROSS_HOSTS
 
 
 class TestForeignFiles:

@@ -20,7 +20,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule, run_state_machine_as_test
 
-from backends import LIFETIME, Claim, ClaimLost, ClaimStore, ClaimValue, CloseOutcome, open_store
+from backends import open_store
+from backends.base import LIFETIME, Claim, ClaimLost, ClaimStore, ClaimValue, CloseOutcome
 from backends.file.store import FileStore, _Clock
 from backends.memory import MemoryStore
 from tests.support.etcd import ETCD_BINARIES, EtcdServer

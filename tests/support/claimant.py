@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from backends import Claim, ClaimValue, StoreError, open_store
+from backends import open_store
+from backends.base import Claim, ClaimValue, StoreError
 
 REPO = Path(__file__).parents[2]
 

@@ -24,7 +24,6 @@ from backends.base import (
     CloseOutcome,
     Deleted,
     Event,
-    Guarantee,
     OutcomeUnknown,
     Reset,
     StoreUnavailable,
@@ -119,8 +118,8 @@ class ScriptedStore:
         self._mailboxes: set[asyncio.Queue[Event | Exception]] = set()
 
     @property
-    def guarantees(self) -> Guarantee:
-        return self._inner.guarantees
+    def across_processes(self) -> bool:
+        return self._inner.across_processes
 
     # -- the contract
 

@@ -24,7 +24,8 @@ from app.config import Settings
 from app.main import Router, create_app
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import new_key
-from backends import Claim, ClaimStore, ClaimValue, open_store
+from backends import open_store
+from backends.base import Claim, ClaimStore, ClaimValue
 from backends.memory import MemoryStore
 from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, until
 

@@ -230,11 +230,11 @@ class Room:
     async def rest(self) -> None:
         """Whatever happened, everything was given back."""
         for app in self.replicas:
-            await until(lambda app=app: not app.turn.turn.turns and not app.sessions.affinity._resolutions)  # type: ignore[misc]
-            await until(lambda app=app: not app.sessions.affinity.pending_closes)  # type: ignore[misc]
+            await until(lambda app=app: not app.proxy.turns and not app.affinity._resolutions)  # type: ignore[misc]
+            await until(lambda app=app: not app.affinity.pending_closes)  # type: ignore[misc]
             await until(lambda app=app: all(w.pool.open == w.pool.idle for w in app.fleet))  # type: ignore[misc]
             assert [(w.in_flight, w.reserved) for w in app.fleet] == [(0, 0)] * len(app.fleet)
-            assert app.sessions.affinity.active_turns == 0
+            assert app.affinity.active_turns == 0
 
 
 class Rooms:
@@ -274,7 +274,7 @@ class Rooms:
                 room.replicas.append(app)
                 room.stores.append(scripted)
             for app in room.replicas:
-                await until(lambda app=app: app.sessions.affinity.watching)  # type: ignore[misc]
+                await until(lambda app=app: app.affinity.watching)  # type: ignore[misc]
             try:
                 yield room
             finally:

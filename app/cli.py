@@ -12,8 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from app import version
-from app.trouble import Trouble
+from app import Trouble, version
 
 _COMMANDS = {
     "serve": "run the router",
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             help=summary,
             description=summary[0].upper() + summary[1:] + ".",
             allow_abbrev=False,
-            formatter_class=_HelpFormatter,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
         if name == asked:
             command, run = each, _prepare(name, each)
@@ -116,8 +115,3 @@ class _Parser(argparse.ArgumentParser):
         close = difflib.get_close_matches(word, re.findall(r"--[\w-]+\w", self.format_help()), 1, 0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         self.error(f"there is no {'option' if word.startswith('-') else 'argument'} {word}{hint}")
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)

@@ -49,12 +49,12 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from app import Trouble
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys
-from app.trouble import Trouble
 
 MIB = 1024 * 1024
 VARIABLE_PREFIX = "COATCHECK_"
@@ -66,10 +66,11 @@ CONFIG_VARIABLE = "COATCHECK_CONFIG"
 
 
 class Spoken(NamedTuple):
-    """What help calls a setting's value, and a default that is made at start."""
+    """What help calls a setting's value, a default that is made at start, and what is wrong with any other text."""
 
     value: str = ""
     default: str = ""
+    wrong: str = ""
 
 
 def _usable(read: Callable[[Any], object], remedy: str = "") -> AfterValidator:
@@ -83,17 +84,6 @@ def _usable(read: Callable[[Any], object], remedy: str = "") -> AfterValidator:
         except OSError as error:
             raise ValueError(f"the file cannot be read ({error.strerror}); {remedy}") from None
         return value
-
-    return AfterValidator(check)
-
-
-def _matching(pattern: str, otherwise: str) -> AfterValidator:
-    """`otherwise`: what is wrong, and the remedy."""
-
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(otherwise)
-        return text
 
     return AfterValidator(check)
 
@@ -196,13 +186,14 @@ class Listen(_Group, title="listening"):
 class Workers(_Group, title="workers"):
     worker: Annotated[Texts, Spoken("URL"), _usable(worker_specs)] = ()
     """A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."""
-    policy: Annotated[str, _matching("|".join(POLICIES), f"no such policy; choose one of {', '.join(POLICIES)}")] = (
-        Field("least-loaded", description=f"Where new sessions go: {', '.join(POLICIES)}.")
+    policy: Annotated[str, Spoken(wrong=f"no such policy; choose one of {', '.join(POLICIES)}")] = Field(
+        "least-loaded",
+        pattern=f"^({'|'.join(POLICIES)})$",
+        description=f"Where new sessions go: {', '.join(POLICIES)}.",
     )
-    rank_header: Annotated[
-        str,
-        _matching(r"[A-Za-z0-9!#$%&'*.^_`|~-]+", "not the name of a header; write one like X-data-parallel-rank"),
-    ] = "X-data-parallel-rank"
+    rank_header: Annotated[str, Spoken(wrong="not the name of a header; write one like X-data-parallel-rank")] = Field(
+        "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
+    )
     """Header that tells a worker with ranks which of them is meant."""
     worker_api_key: Annotated[Secret, _usable(checked_key)] = SecretStr("")
     """Key sent to the workers in place of the client's, which then stays here."""
@@ -251,12 +242,12 @@ class Sessions(_Group, title="sessions"):
 class Store(_Group, title="claims"):
     claims: Annotated[
         str,
-        Spoken("URL", default="file://STATE/coatcheck/claims"),
-        _matching(
-            "(?i:memory|file|etcd):.*",
-            "unknown kind of claim store; write memory://, file:///dir or etcd://host:2379/prefix",
+        Spoken(
+            value="URL",
+            default="file://STATE/coatcheck/claims",
+            wrong="unknown kind of claim store; write memory://, file:///dir or etcd://host:2379/prefix",
         ),
-    ] = Field(default_factory=_default_claims)
+    ] = Field(default_factory=_default_claims, pattern="^(?i:memory|file|etcd):")
     """Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix."""
     session_ttl: float = Field(1800.0, ge=1, le=31_536_000)
     """Seconds that a claim outlives the end of its session's last turn."""
@@ -330,41 +321,23 @@ class Settings(_Group):
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
         workers, sessions, store, limits = self.workers, self.sessions, self.store, self.limits
-
-        def refuse(unfit: bool, first: str, second: str, message: str) -> None:
-            if unfit:
-                raise RelationError(first, second, message)
-
-        refuse(
-            self.listen.processes > 1 and store.claims.startswith("memory:"),
-            *("processes", "claims"),
-            "several processes cannot share memory; use file:///dir or etcd://host:2379/...",
-        )
-        refuse(
-            store.store_deadline >= store.session_ttl,
-            *("store_deadline", "session_ttl"),
-            "a claim would expire while it is being made; the deadline must be below the TTL",
-        )
-        refuse(
-            0 < limits.turn_timeout <= limits.connect_timeout,
-            *("turn_timeout", "connect_timeout"),
-            "a turn would end before its connection may fail; make the turn's limit the larger one, or 0",
-        )
-        refuse(
-            sessions.affinity == "soft" and not sessions.overload,
-            *("affinity", "overload"),
-            "soft affinity needs to know when a target is overloaded; set a number of turns",
-        )
-        refuse(
-            bool(workers.worker_api_key.get_secret_value()) and workers.worker_api_key_file is not None,
-            *("worker_api_key", "worker_api_key_file"),
-            "the key is given twice; remove one",
-        )
-        refuse(
-            workers.worker_ca is not None and not workers.worker_tls_verify,
-            *("worker_ca", "worker_tls_verify"),
-            "certificates that are not verified need no CA; remove one of them",
-        )
+        if self.listen.processes > 1 and store.claims.startswith("memory:"):
+            why = "several processes cannot share memory; use file:///dir or etcd://host:2379/..."
+            raise RelationError("processes", "claims", why)
+        if store.store_deadline >= store.session_ttl:
+            why = "a claim would expire while it is being made; the deadline must be below the TTL"
+            raise RelationError("store_deadline", "session_ttl", why)
+        if 0 < limits.turn_timeout <= limits.connect_timeout:
+            why = "a turn would end before its connection may fail; make the turn's limit the larger one, or 0"
+            raise RelationError("turn_timeout", "connect_timeout", why)
+        if sessions.affinity == "soft" and not sessions.overload:
+            why = "soft affinity needs to know when a target is overloaded; set a number of turns"
+            raise RelationError("affinity", "overload", why)
+        if workers.worker_api_key.get_secret_value() and workers.worker_api_key_file is not None:
+            raise RelationError("worker_api_key", "worker_api_key_file", "the key is given twice; remove one")
+        if workers.worker_ca is not None and not workers.worker_tls_verify:
+            why = "certificates that are not verified need no CA; remove one of them"
+            raise RelationError("worker_ca", "worker_tls_verify", why)
         return self
 
 
@@ -572,5 +545,6 @@ def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping
             lines.append(f"{' with '.join(map(written, cause.names))}: {cause.message}")
         else:
             name = str(problem["loc"][1])
-            lines.append(f"{written(name)}: {cause or f'must be {SETTINGS[name].expected}'}")
+            wrong = cause or SETTINGS[name].spoken.wrong or f"must be {SETTINGS[name].expected}"
+            lines.append(f"{written(name)}: {wrong}")
     return list(dict.fromkeys(lines))

@@ -9,19 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from app.config import (
-    CONFIG_VARIABLE,
-    SETTINGS,
-    EffectiveSettings,
-    Setting,
-    Settings,
-    mask,
-    read_settings,
-    shown_value,
-)
+from app import Trouble
+from app.config import CONFIG_VARIABLE, SETTINGS, Origin, Setting, Settings, mask, read_settings, shown_value
 from app.main import open_claims
 from app.serve import configure_logging, serve
-from app.trouble import Trouble
 from backends import StoreConfigurationError, StoreError
 
 _NO_WORKER = (
@@ -63,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve, or only check. Answers the exit code. Raises Trouble."""
-    settings, origins = effective = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
+    settings, origins = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
     if not settings.workers.worker:
         raise Trouble(_NO_WORKER, code=2)
     configure_logging(settings.process.log_level)
@@ -79,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if args.check:
-        print(_overview(effective))
+        print(_overview(settings, origins))
         return 0
     return serve(settings)
 
@@ -93,10 +84,9 @@ async def _try_store(settings: Settings) -> None:
         await store.aclose()
 
 
-def _overview(effective: EffectiveSettings) -> str:
+def _overview(settings: Settings, origins: dict[str, Origin]) -> str:
     rows = [
-        (setting.key, shown_value(setting.value(effective.settings)), str(effective.origins[setting.name]))
-        for setting in SETTINGS.values()
+        (setting.key, shown_value(setting.value(settings)), str(origins[setting.name])) for setting in SETTINGS.values()
     ]
     name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"{name:{name_width}}  {value:{value_width}}  {origin}".rstrip() for name, value, origin in rows]

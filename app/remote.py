@@ -13,8 +13,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from app import Trouble
 from app.config import CONFIG_VARIABLE, SETTINGS, read_settings
-from app.trouble import Trouble
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = 10.0

@@ -22,11 +22,10 @@ from types import FrameType
 
 import uvicorn
 
-from app import children, version
+from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, client_protocol
 from app.main import Router, create_app, is_proxied
-from app.trouble import Trouble
 
 log = logging.getLogger("coatcheck")
 

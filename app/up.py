@@ -26,10 +26,9 @@ import httpx
 from rich.console import Console
 from rich.text import Text
 
-from app import children
+from app import Trouble, children
 from app.config import VARIABLE_PREFIX
 from app.fleet.workers import worker_name
-from app.trouble import Trouble
 from mocker.settings import MockSettings
 
 HOST = "127.0.0.1"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import cli
+from app import options
 from app.config import Settings
 from app.errors import TABLE
 from app.main import create_app
@@ -30,7 +30,7 @@ def rows(section: str) -> list[list[str]]:
 
 def test_the_options_are_those_of_the_settings() -> None:
     between = README.partition("<!-- options: begin -->\n")[2].partition("\n<!-- options: end -->")[0]
-    assert between == cli.options_table(), "put the output of app.cli.options_table() there"
+    assert between == options.options_table(), "put the output of app.options.options_table() there"
 
 
 def test_the_errors_are_those_of_the_table_that_something_raises() -> None:
@@ -48,7 +48,7 @@ def test_the_errors_are_those_of_the_table_that_something_raises() -> None:
 
 
 async def test_the_metrics_are_those_of_a_running_router() -> None:
-    app = create_app(Settings(worker=("http://127.0.0.1:9",), claims="memory://"))
+    app = create_app(Settings.flat(worker=("http://127.0.0.1:9",), claims="memory://"))
     async with app.router.lifespan_context(app):
         text = app.metrics.render().decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}

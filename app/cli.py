@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from app import Trouble, version
@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     # One that is missing prints the help, which says more than an error would.
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
     asked = next((word for word in words if not word.startswith("-")), "")
-    run: Callable[[argparse.Namespace], int] | None = None
     for name, summary in _COMMANDS.items():
         each = subparsers.add_parser(
             name,
@@ -47,18 +46,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
         if name == asked:
-            command, run = each, _prepare(name, each)
+            command = each
+            _add_arguments(each, name)
     args, unknown = parser.parse_known_args(words)
     if unknown:
         command.unknown(unknown[0].partition("=")[0])
     if args.version:
         print(f"coatcheck {version()}")
         return 0
-    if run is None:
+    if args.command is None:
         parser.print_help()
         return 2
     try:
-        return run(args)
+        return int(args.run(args))
     except Trouble as trouble:
         for line in trouble.lines:
             print(f"coatcheck: {line}", file=sys.stderr)
@@ -67,30 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _prepare(name: str, parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Gives a command's parser its arguments. Returns what runs it."""
-    if name == "serve":
-        from app import options
+def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Gives a command's parser its arguments, and as `run` what the command does with them."""
+    match name:
+        case "serve":
+            from app import options
 
-        options.add_arguments(parser)
-        return options.run
-    if name == "mock":
-        import mocker.cli
+            options.add_arguments(parser)
+        case "mock":
+            import mocker.cli
 
-        mocker.cli.add_arguments(parser)
-        return mocker.cli.run
-    if name == "up":
-        from app import up
+            mocker.cli.add_arguments(parser)
+            parser.set_defaults(run=mocker.cli.run)
+        case "up":
+            from app import up
 
-        up.add_arguments(parser)
-        return up.run
-    if name in ("sessions", "workers"):
-        from app import remote
+            up.add_arguments(parser)
+        case "sessions" | "workers":
+            from app import remote
 
-        remote.add_arguments(parser, name)
-        return remote.run
-    parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
-    return _make_key
+            remote.add_arguments(parser, name)
+        case "key":
+            parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
+            parser.set_defaults(run=_make_key)
 
 
 def _make_key(args: argparse.Namespace) -> int:

@@ -11,6 +11,8 @@ group, default and variable.
 from __future__ import annotations
 
 import difflib
+import errno
+import json
 import os
 import re
 import secrets
@@ -30,9 +32,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     SecretStr,
-    SerializationInfo,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -82,7 +82,9 @@ def _usable(read: Callable[[Any], object], remedy: str = "") -> AfterValidator:
             if plain is not None:
                 read(plain)
         except OSError as error:
-            raise ValueError(f"the file cannot be read ({error.strerror}); {remedy}") from None
+            empty = isinstance(error, ssl.SSLError)
+            wrong = "has no certificates in it" if empty else f"cannot be read ({error.strerror})"
+            raise ValueError(f"the file {wrong}; {remedy}") from None
         return value
 
     return AfterValidator(check)
@@ -98,14 +100,7 @@ def _split(separators: str) -> BeforeValidator:
     return BeforeValidator(split)
 
 
-def _serialize_secret(secret: SecretStr, info: SerializationInfo) -> str:
-    return secret.get_secret_value() if info.context is _IN_CLEAR else str(secret)
-
-
-_IN_CLEAR = {"secrets": "in clear"}
-
 Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
-Secret = Annotated[SecretStr, PlainSerializer(_serialize_secret)]
 
 
 def _default_claims() -> str:
@@ -134,13 +129,7 @@ def _check_secret(secret: str) -> None:
 
 
 def _check_ca(file: Path) -> None:
-    try:
-        ssl.create_default_context(cafile=file)
-    except ssl.SSLError:
-        raise ValueError(f"the file has no certificates in it; {_CA_REMEDY}") from None
-
-
-_CA_REMEDY = "name a PEM file with CA certificates"
+    ssl.create_default_context(cafile=file)
 
 
 class RelationError(ValueError):
@@ -195,11 +184,13 @@ class Workers(_Group, title="workers"):
         "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
     )
     """Header that tells a worker with ranks which of them is meant."""
-    worker_api_key: Annotated[Secret, _usable(checked_key)] = SecretStr("")
+    worker_api_key: Annotated[SecretStr, _usable(checked_key)] = SecretStr("")
     """Key sent to the workers in place of the client's, which then stays here."""
     worker_api_key_file: Annotated[Path | None, _usable(read_key, "name a file with one key")] = None
     """File that holds the worker API key."""
-    worker_ca: Annotated[Path | None, Spoken(default="the system's"), _usable(_check_ca, _CA_REMEDY)] = None
+    worker_ca: Annotated[
+        Path | None, Spoken(default="the system's"), _usable(_check_ca, "name a PEM file with CA certificates")
+    ] = None
     """CA certificates (PEM) for https workers."""
     worker_tls_verify: bool = True
     """Verify the certificates of https workers."""
@@ -217,7 +208,7 @@ class Workers(_Group, title="workers"):
 class Access(_Group, title="who may"):
     api_keys: Annotated[Path | None, _usable(read_keys, "name a file of API keys")] = None
     """File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."""
-    admin_token: Secret = SecretStr("")
+    admin_token: SecretStr = SecretStr("")
     """Bearer token of the admin API; without it only this machine may use that API."""
 
 
@@ -251,7 +242,7 @@ class Store(_Group, title="claims"):
     """Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix."""
     session_ttl: float = Field(1800.0, ge=1, le=31_536_000)
     """Seconds that a claim outlives the end of its session's last turn."""
-    session_secret: Annotated[Secret, _usable(_check_secret)] = SecretStr("")
+    session_secret: Annotated[SecretStr, _usable(_check_secret)] = SecretStr("")
     """Keys the hash of session ids in the store; the same on every replica, at most 64 bytes."""
     on_store_outage: Literal["degrade", "refuse"] = "degrade"
     """New sessions while the claim store is away: placed by hash (degrade) or answered 503 (refuse)."""
@@ -315,8 +306,13 @@ class Settings(_Group):
         return cls.model_validate(groups)
 
     def dump(self) -> str:
-        """JSON that `model_validate_json` reads back, with secrets in clear."""
-        return self.model_dump_json(context=_IN_CLEAR)
+        """JSON that `load` reads, with secrets in clear."""
+        values = {name: setting.value(self) for name, setting in SETTINGS.items()}
+        return json.dumps(values, default=lambda v: v.get_secret_value() if isinstance(v, SecretStr) else str(v))
+
+    @classmethod
+    def load(cls, dumped: str) -> Self:
+        return cls.flat(**json.loads(dumped))
 
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
@@ -504,7 +500,7 @@ def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:
         raise SettingsError([f"{named}: its suffix does not tell how it is written; {remedy}"])
     try:
         if not file.is_file():
-            raise SettingsError([f"{named}: cannot be read (No such file); {remedy}"])
+            raise OSError(errno.ENOENT, "No such file")
         if file.suffix == ".toml":
             return TomlConfigSettingsSource(_Flat, file)()
         root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
@@ -515,10 +511,9 @@ def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:
         if twice:
             raise SettingsError([f"{file}: {', '.join(twice)} is given twice; correct the file"])
         return YamlConfigSettingsSource(_Flat, file)()
-    except UnicodeDecodeError:
-        raise SettingsError([f"{named}: cannot be read (it is not UTF-8); {remedy}"]) from None
-    except OSError as error:
-        raise SettingsError([f"{named}: cannot be read ({error.strerror}); {remedy}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingsError([f"{named}: cannot be read ({reason}); {remedy}"]) from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise SettingsError([f"{file}: {' '.join(str(error).split())}; correct the file"]) from None
 

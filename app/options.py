@@ -23,6 +23,7 @@ _NO_WORKER = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `run` takes."""
+    parser.set_defaults(run=run)
     parser.usage = "coatcheck serve --worker URL [--worker URL ...] [options]"
     parser.epilog = (
         "A flag goes before its variable, a variable before the configuration file. Unknown keys and unknown "

@@ -29,6 +29,7 @@ Ask = Callable[..., dict[str, Any]]
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     """The options that `run` takes; `command`: sessions or workers."""
+    parser.set_defaults(run=run)
     if command == "sessions":
         parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
         parser.add_argument(

@@ -244,7 +244,7 @@ def _announcement(settings: Settings, sockets: list[socket.socket]) -> str:
 
 def _serve_as_child() -> int:
     """One of the supervisor's processes: `python -m app.serve FD...`, the settings in the environment."""
-    settings = Settings.model_validate_json(os.environ[_SETTINGS_VARIABLE])
+    settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
     configure_logging(settings.process.log_level)
     sockets = [socket.socket(fileno=int(text)) for text in sys.argv[1:]]
     Server(create_app(settings), settings, forceful=False).run(sockets)

@@ -8,7 +8,9 @@ is named after the first replica's port: two `up`s side by side have different w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -17,10 +19,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -40,6 +41,7 @@ _STOP_GRACE = 3.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `run` takes."""
+    parser.set_defaults(run=run)
     mock = MockSettings()
     for flag, kind, default, metavar, meaning in (
         ("--port", _number(1, 65535), 8000, "N", "the first replica's port"),
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda came, _: signals.append(came))
-    with _Fleet(args) as fleet:
+    with contextlib.closing(_Fleet(args)) as fleet:
         for port, instead in fleet.replaced:
             console.print(f"Port {port} is taken by another program; {instead} is used instead.")
         fleet.start()
@@ -92,12 +94,12 @@ class _Member(NamedTuple):
 
 
 class _Fleet:
-    """The workers and the replicas, all stopped on exit. Raises Trouble."""
+    """The workers and the replicas, all stopped by `close`. Raises Trouble."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         """Decides who listens where. `replaced`: the wanted ports that are taken, each with the one used instead."""
-        ports, replaced = _free_ports([args.port + i for i in range(args.replicas)], ())
-        worker_ports, more = _free_ports([args.worker_port + i for i in range(args.workers)], ports)
+        ports, replaced = _free_ports(args.port, args.replicas)
+        worker_ports, more = _free_ports(args.worker_port, args.workers, ports)
         self.replaced = replaced + more
         self.replica_urls = [f"http://{HOST}:{port}" for port in ports]
         self.worker_urls = [f"http://{HOST}:{port}" for port in worker_ports]
@@ -105,24 +107,22 @@ class _Fleet:
         self._latencies = ["--ttft-ms", str(args.ttft_ms), "--itl-ms", str(args.itl_ms)]
         self._members: list[_Member] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
-        children.stop([member.process for member in reversed(self._members)], grace=_STOP_GRACE)
-
     def start(self) -> None:
         # Everything is said in flags; the user's variables are for a router of the user's own.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
-        for url in self.worker_urls:
-            command = ["mocker", "--port", _port(url), *self._latencies]
-            process = children.start(*command, environment=environment, stdout=subprocess.DEVNULL)
-            self._members.append(_Member(f"the worker at {url}", f"{url}/health", process))
-        for url in self.replica_urls:
-            command = ["app", "serve", "--port", _port(url), "--claims", self.claims.as_uri(), "--log-level", "warning"]
-            command += ["--drain-timeout", str(_DRAIN_SECONDS), *(f"--worker={worker}" for worker in self.worker_urls)]
-            process = children.start(*command, environment=environment)
-            self._members.append(_Member(f"the replica at {url}", f"{url}/ready", process))
+        router = ["app", "serve", "--claims", self.claims.as_uri(), "--drain-timeout", str(_DRAIN_SECONDS)]
+        router += ["--log-level", "warning", *(f"--worker={url}" for url in self.worker_urls)]
+        for what, urls, path, command, stdout in (
+            ("worker", self.worker_urls, "/health", ["mocker", *self._latencies], subprocess.DEVNULL),
+            ("replica", self.replica_urls, "/ready", router, None),
+        ):
+            for url in urls:
+                port = url.rpartition(":")[2]
+                process = children.start(*command, "--port", port, environment=environment, stdout=stdout)
+                self._members.append(_Member(f"the {what} at {url}", url + path, process))
+
+    def close(self) -> None:
+        children.stop([member.process for member in reversed(self._members)], grace=_STOP_GRACE)
 
     def wait_until_ready(self, signals: Sequence[int]) -> bool:
         """Until all answer (then True) or a signal comes. Raises Trouble when that takes too long or one ends."""
@@ -188,18 +188,15 @@ print(answer.choices[0].message.content, answer.usage)
 END"""
 
 
-def _free_ports(wanted: Sequence[int], avoid: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """A free port for each that is wanted, and for which ones another was found. Raises Trouble."""
-    ports: list[int] = []
-    for port in wanted:
-        used = {*ports, *avoid}
-        later = {*wanted[len(ports) + 1 :]}
-        usable = (each for each in range(port, 65536) if each not in used and (each == port or each not in later))
-        found = next(filter(_is_free, usable), None)
-        if found is None:
-            raise Trouble(f"there is no free port from {port} on")
-        ports.append(found)
-    return ports, [(port, found) for port, found in zip(wanted, ports, strict=True) if port != found]
+def _free_ports(first: int, count: int, avoid: Container[int] = ()) -> tuple[list[int], list[tuple[int, int]]]:
+    """Free ports from `first` on, and for those wanted that are not free, which is used instead. Raises Trouble."""
+    free = (port for port in range(first, 65536) if port not in avoid and _is_free(port))
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise Trouble(f"there is no free port from {first} on")
+    wanted = range(first, first + count)
+    others = (port for port in ports if port not in wanted)
+    return ports, [(port, next(others)) for port in wanted if port not in ports]
 
 
 def _is_free(port: int) -> bool:
@@ -215,10 +212,6 @@ def _answers(client: httpx.Client, url: str) -> bool:
         return client.get(url).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def _port(url: str) -> str:
-    return url.rpartition(":")[2]
 
 
 def _number(least: int, most: int) -> Callable[[str], int]:

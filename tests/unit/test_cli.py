@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from app import cli, options
 from app.config import SETTINGS, Settings
 from app.serve import listen
 
+ROOT = Path(__file__).parents[2]
 WORKER = ["--worker", "http://127.0.0.1:9"]
 
 
@@ -149,6 +152,21 @@ def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2
     for name in ("serve", "mock", "up"):
         assert name in out
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    for option in ("--help", "--version"):
+        script = f"""if True:
+            import contextlib, sys
+            from app.cli import main
+            with contextlib.suppress(SystemExit):
+                main(["{option}"])
+            print(sorted({{"pydantic", "httpx", "fastapi", "uvicorn", "rich"}} & sys.modules.keys()))
+        """
+        said = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout
+        assert said.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(

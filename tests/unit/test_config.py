@@ -283,6 +283,19 @@ def test_an_unknown_file_key_is_refused_with_the_nearest_one(tmp_path: Path) -> 
         assert "did you mean session-ttl?" in problem
 
 
+@pytest.mark.parametrize(("name", "text"), [("c.toml", "Port = 1\nport = 2"), ("c.yaml", "Port: 1\nport: 2\n3: 4")])
+def test_a_key_in_capitals_is_another_key(name: str, text: str, tmp_path: Path) -> None:
+    said = problems({}, written(tmp_path, text, name))
+    assert said[0].endswith("there is no setting 'Port'; did you mean port?")
+    assert len(said) == text.count("\n")
+
+
+def test_a_file_that_a_variable_names_is_told_as_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COATCHECK_CONFIG", "/no/such.toml")
+    (problem,) = problems()
+    assert problem.startswith("COATCHECK_CONFIG=/no/such.toml: cannot be read")
+
+
 def test_an_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COATCHECK_WORKERS", "http://a:1")
     (problem,) = problems()
@@ -330,8 +343,14 @@ def test_the_settings_survive_the_way_to_another_process_with_their_secrets() ->
     apart = ("worker_tls_verify", "worker_api_key_file")  # do not go with others
     flags = {name: text for name, (text, _) in WRITTEN.items() if name not in apart}
     settings = read_settings(flags).settings
-    assert Settings.model_validate_json(settings.dump()) == settings
-    assert Settings.model_validate_json(settings.dump()).store.session_secret.get_secret_value() == "hush"
+    assert Settings.load(settings.dump()) == settings
+    assert Settings.load(settings.dump()).store.session_secret.get_secret_value() == "hush"
+
+
+def test_secrets_leave_in_clear_only_where_that_is_asked_for() -> None:
+    settings = read_settings({"session_secret": "hush", "admin_token": "hush", "worker_api_key": "hush"}).settings
+    assert "hush" not in f"{settings!r} {settings.model_dump_json()} {settings.model_dump()}"
+    assert "hush" in settings.dump()
 
 
 def test_claims_are_kept_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

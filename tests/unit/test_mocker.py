@@ -38,7 +38,7 @@ class Worker:
         self._listener = cli.listen("127.0.0.1", 0)
         self.host, self.port = self._listener.getsockname()[:2]
         self.url = f"http://{self.host}:{self.port}"
-        self._app = create_mock(MockSettings.flat(**{"name": "unit", "ttft_ms": 5, "itl_ms": 1, **settings}))
+        self._app = create_mock(MockSettings(**{"name": "unit", "ttft_ms": 5, "itl_ms": 1, **settings}))
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self._thread.start()
@@ -623,4 +623,4 @@ def test_options_that_do_not_fit_together_are_explained(capsys: pytest.CaptureFi
 )
 def test_settings_are_checked_as_a_whole(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        MockSettings.flat(**wrong)
+        MockSettings(**wrong)

@@ -4,8 +4,8 @@ configuration file, help and documentation are made from it; settings are frozen
 In code they stand in groups (`settings.limits.turn_timeout`); a user writes a setting's own name, without its group.
 `read_settings` puts the three sources together (flag > variable > file > default) and says what is wrong with them in
 the words in which the user wrote it. The variables and the file are read by pydantic-settings' own sources. The flags
-are not: its CLI source cuts a list at every comma, also within a worker's description, and does not say a setting's
-group, default and variable.
+are not: its CLI source joins what is given repeatedly with commas, which a worker's description has as well, and its
+help tells neither group nor default nor variable.
 """
 
 from __future__ import annotations

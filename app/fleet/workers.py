@@ -170,6 +170,50 @@ def normal_url(url: str) -> str:
     return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}{path}"
 
 
+class WorkerSpec:
+    """One `--worker URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+
+    __slots__ = ("name", "ranks", "url")
+
+    def __init__(self, text: str) -> None:
+        url, *options = text.split(",")
+        self.url = normal_url(url)
+        self.name = worker_name(self.url)
+        self.ranks = 0
+        for option in options:
+            key, equals, value = (part.strip() for part in option.partition("="))
+            if key == "name" and equals:
+                if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
+                    raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
+                self.name = value
+            elif key == "dp" and equals:
+                if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1024:
+                    raise WorkerError(f"worker {text!r}: dp is its number of data-parallel ranks, 1 to 1024")
+                self.ranks = int(value)
+            else:
+                known = "write URL[,name=NAME][,dp=RANKS]"
+                raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
+
+
+def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
+    """Of a whole fleet. Raises WorkerError, also where two are the same or have one name."""
+    specs: list[WorkerSpec] = []
+    names: dict[str, str] = {}
+    urls: dict[str, str] = {}
+    for text in texts:
+        spec = WorkerSpec(text)
+        if spec.url in urls:
+            raise WorkerError(f"{urls[spec.url]} and {text} are the same worker; remove one")
+        if spec.name in names:
+            raise WorkerError(
+                f"two workers are called {spec.name!r}: {names[spec.name]} and {text}; "
+                "remove one or give it another name (URL,name=NAME)"
+            )
+        names[spec.name] = urls[spec.url] = text
+        specs.append(spec)
+    return specs
+
+
 def make_worker(
     url: str,
     *,

@@ -80,8 +80,13 @@ def after(failure: AttemptFailed, sent: Sent) -> Next:
 
 def error_of(failure: AttemptFailed) -> TurnError:
     """What the client is told of an attempt that failed before a response began and is not made again."""
-    codes = {LocalLimit: "overloaded", AttemptTimeout: "worker_timeout", BadResponse: "worker_bad_response"}
-    return TurnError(codes.get(type(failure), "worker_reset"), str(failure))
+    if isinstance(failure, LocalLimit):
+        return TurnError("overloaded", str(failure))
+    if isinstance(failure, AttemptTimeout):
+        return TurnError("worker_timeout", str(failure))
+    if isinstance(failure, BadResponse):
+        return TurnError("worker_bad_response", str(failure))
+    return TurnError("worker_reset", str(failure))
 
 
 class Attempt:

@@ -182,7 +182,7 @@ def test_processes_that_cannot_start_end_the_whole(monkeypatch: pytest.MonkeyPat
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(children, "start", start)
     try:
-        assert serve_here(Settings(host="127.0.0.1", port=0, processes=2, claims="file:///unused")) == 1
+        assert serve_here(Settings.flat(host="127.0.0.1", port=0, processes=2, claims="file:///unused")) == 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -94,7 +94,7 @@ async def _(rooms: Rooms) -> None:
             assert (await room.turn(headers={name: "id"})).how == "none"
             assert await room.claim("id") is None
             with pytest.raises(ValidationError, match="cannot name a session"):
-                Settings(session_from=(name.title(),))
+                Settings.flat(session_from=(name.title(),))
 
 
 @says("A request that names no session is placed by itself, and nothing is claimed.")

@@ -275,7 +275,7 @@ class Live:
             self._listeners = [bound(True) for _ in range(workers)]
             ports = [raw.getsockname()[1] for raw in (*nobodies, *self._listeners)]
             urls = tuple(f"http://127.0.0.1:{port},name=w{number}" for number, port in enumerate(ports))
-            made = Settings(**({"claims": "memory://", "worker": urls, "drain_timeout": 1} | settings))
+            made = Settings.flat(**({"claims": "memory://", "worker": urls, "drain_timeout": 1} | settings))
             self._server = Server(create_app(made), made)
             self._sockets = stack.pop_all()
         self.broken = False

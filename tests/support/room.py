@@ -270,7 +270,7 @@ class Rooms:
             for number in range(replicas):
                 scripted = ScriptedStore(await store(), stamps=True)
                 values = {"worker": spoken, "claims": "memory://", "replica": f"r{number}", **settings}
-                app = create_app(Settings(**values), store=scripted)
+                app = create_app(Settings.flat(**values), store=scripted)
                 await stack.enter_async_context(app.router.lifespan_context(app))
                 room.replicas.append(app)
                 room.stores.append(scripted)

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import cli
+from app import cli, options
 from app.config import Settings
 from app.errors import TABLE
 from app.main import Router, create_app
-from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, Counter, Histogram, Values
+from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, RETRY_REASONS, Counter, Histogram, Values
 from app.sessions import identity
+from app.sessions.affinity import _KEPT_STATUSES
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
-from app.turn.turn import _KEPT_STATUSES, DRY_RUN
+from app.turn.request import DRY_RUN
+from app.turn.retry import Next
 from backends.base import CloseOutcome
 from tests.proxy import test_semantics_end, test_semantics_identity, test_semantics_placement
 
@@ -44,7 +46,7 @@ def rows(text: str, head: str) -> list[list[str]]:
 
 def router() -> Router:
     """One that has not started, with a worker that has a rank."""
-    return create_app(Settings(worker=("http://127.0.0.1:9,name=w,dp=1",), claims="memory://"))
+    return create_app(Settings.flat(worker=("http://127.0.0.1:9,name=w,dp=1",), claims="memory://"))
 
 
 def blocks(page: str, *languages: str) -> list[str]:
@@ -120,7 +122,7 @@ def test_the_changelog_and_the_license_are_whole() -> None:
 
 def test_the_options_are_those_of_the_settings() -> None:
     between = OPTIONS.partition("<!-- options: begin -->\n")[2].partition("\n<!-- options: end -->")[0]
-    assert between == cli.options_table(), "put the output of app.cli.options_table() there"
+    assert between == options.options_table(), "put the output of app.options.options_table() there"
 
 
 def test_the_errors_are_those_of_the_table_that_something_raises() -> None:
@@ -172,7 +174,8 @@ def test_the_values_of_labels_are_those_that_the_code_counts() -> None:
                 said = set(re.findall(r'"(\w+)"', call))
                 assert said <= values, f"{name}: {said}"
                 counted |= {name} if said else set()
-    assert counted >= {"retries", "connects", "parents", "hints_ignored"}
+    assert counted >= {"connects", "parents", "hints_ignored"}
+    assert {then.value for then in Next} - {""} == set(RETRY_REASONS)
     assert {outcome.value for outcome in CloseOutcome} | {"expired"} == set(CLOSE_OUTCOMES)
 
 
@@ -237,6 +240,14 @@ def test_every_module_is_on_the_map() -> None:
             if path.stem not in ("__init__", "__main__") and f"`{path.stem}`" not in houses.get(house, ""):
                 missing.append(str(path.relative_to(ROOT)))
     assert not missing, f"CONTRIBUTING.md's map has no word of {', '.join(missing)}"
+
+
+def test_the_map_names_nothing_else() -> None:
+    for house, text in re.findall(r"^\| `([\w/]+/)` \|(.*)\|$", section(CONTRIBUTING, "The map"), re.MULTILINE):
+        assert (ROOT / house).is_dir(), house
+        if house.split("/")[0] in ("app", "backends", "mocker"):
+            gone = [name for name in re.findall(r"`(\w+)`", text) if not (ROOT / house / f"{name}.py").is_file()]
+            assert not gone, f"CONTRIBUTING.md's map names what is not in {house}: {', '.join(gone)}"
 
 
 def test_what_is_looked_for_is_where_it_is_said_to_be() -> None:

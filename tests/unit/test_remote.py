@@ -35,7 +35,7 @@ def router() -> Iterator[str]:
     async def serve() -> None:
         async with ByteWorker(answers(OK)) as worker:
             spoken = (f"http://127.0.0.1:{worker.port},name=w0,dp=2", "http://127.0.0.1:9,name=w1")
-            app = create_app(Settings(worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1"))
+            app = create_app(Settings.flat(worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1"))
             server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
             serving = asyncio.create_task(server.serve(sockets=[bound]))
             async with httpx.AsyncClient(base_url=url, trust_env=False) as client:

@@ -98,7 +98,7 @@ def _open_memory(parts: SplitResult, capacity: int) -> ClaimStore:
 
 
 async def _open_file(parts: SplitResult, deadline: float) -> ClaimStore:
-    from backends.file.store import FileStore
+    from backends.file import FileStore
 
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise StoreConfigurationError(

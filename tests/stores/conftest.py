@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from backends import ClaimStore, open_store
-from backends.file.store import FileStore
+from backends.file import FileStore
 from backends.memory import MemoryStore
 from tests.support.etcd import ETCD_BINARIES, EtcdServer
 

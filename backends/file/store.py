@@ -54,7 +54,7 @@ class FileStore:
         self._threads = Threads(deadline)
         self._watch = Watch(self._disk, self._claims, self._threads, poll=poll or shared)
         self._shortest_ttl = 4 * 30.0
-        self._upkeep: asyncio.Task[None] | None = None
+        self._upkeep = asyncio.create_task(self._tend())
 
     @classmethod
     async def open(
@@ -78,7 +78,6 @@ class FileStore:
                 hint = "mount the share and make that folder" if shared else "name a folder that this user can write to"
                 raise StoreConfigurationError(f"cannot keep claims in {str(root)!r}: {error}; {hint}") from error
             log.warning("%s: no claims for now: %s", root, error)
-        store._upkeep = asyncio.create_task(store._tend())
         return store
 
     @property
@@ -114,9 +113,8 @@ class FileStore:
     async def aclose(self) -> None:
         self._threads.end()
         await self._watch.aclose()
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.wait({self._upkeep})
+        self._upkeep.cancel()
+        await asyncio.wait({self._upkeep})
         await self._threads.joined()
         self._stamps.unmap()
 

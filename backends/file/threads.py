@@ -83,9 +83,12 @@ class Step(Generic[T]):
         with self._deciding:
             self._abandoned = True
 
+    def give_up(self) -> None:
+        self.abandon()
+        self._settle(self.future.set_exception, TimeoutError(errno.ETIMEDOUT, "no answer within the deadline"))
+
     def verdict(self, error: OSError) -> StoreError:
-        self.abandon()  # before it is asked whether it has begun
-        what = error.strerror or str(error) or "no answer within the deadline"
+        what = error.strerror or str(error)
         if self.applied or (self._begun and error.errno not in _REFUSED):
             return OutcomeUnknown(what)
         return StoreUnavailable(what)
@@ -96,7 +99,7 @@ class Threads:
     a hop through it costs half as much again."""
 
     def __init__(self, deadline: float) -> None:
-        self.ended = False
+        self._ended = False
         self._deadline = deadline
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Step[Any] | None] = queue.SimpleQueue()
@@ -111,19 +114,20 @@ class Threads:
         give_up_at = self._loop.time() + self._deadline
         pause = 0.001
         while True:
-            if self.ended:
+            if self._ended:
                 raise StoreUnavailable("the store is closed")
             step = Step(work, self._loop)
+            timer = self._loop.call_at(give_up_at, step.give_up)
             try:
                 self._queue.put(step)
-                async with asyncio.timeout_at(give_up_at):
-                    return await step.future
+                return await step.future
             except NotYet as obstacle:
                 if self._loop.time() + pause >= give_up_at:
                     raise StoreUnavailable(f"{obstacle} for {self._deadline} s") from None
             except OSError as error:
                 raise step.verdict(error) from error
             finally:
+                timer.cancel()
                 step.abandon()
             await asyncio.sleep(pause)
             pause = min(1.5 * pause, 0.02)
@@ -137,15 +141,15 @@ class Threads:
 
     def end(self) -> None:
         """After what was submitted."""
-        self.ended = True
+        self._ended = True
         for _ in range(THREADS):
             self._queue.put(None)
 
     async def joined(self) -> None:
         """Within the deadline. A thread that hangs is left behind: it is a daemon."""
         give_up_at = self._loop.time() + self._deadline
-        while any(thread.is_alive() for thread in self._started) and self._loop.time() < give_up_at:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        while any(each.is_alive() for each in self._started) and self._loop.time() < give_up_at:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)  # a thread's end sets no event
 
     def _serve(self) -> None:
         while (step := self._queue.get()) is not None:

@@ -51,8 +51,6 @@ class Watch:
         self._known: Known | None = None
 
     async def subscribe(self) -> AsyncIterator[Event]:
-        if self._threads.ended:
-            raise StoreUnavailable("the store is closed")
         mailbox = self._fanout.join()
         try:
             if self._follower is None:

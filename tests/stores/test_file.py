@@ -819,6 +819,21 @@ class TestTheWatch:
             await subscriber.hears(unread.key, read.key, remade.key)
             assert subscriber.resets == 1
 
+    async def test_a_walk_that_failed_hides_nothing_from_the_next(
+        self, kernel: Kernel, store: FileStore, other: FileStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        claim = await make(store, a_key())
+        async with Subscriber(store) as subscriber:
+            await store.get(claim.key)
+            kernel.drop = True
+            await other.close(claim)
+            with monkeypatch.context() as failing:
+                _refuse(failing, errno.EIO, "listdir")
+                with pytest.raises(StoreUnavailable):
+                    await store._watch.walk()
+            await store._watch.walk()
+            await subscriber.hears(claim.key)
+
     async def test_a_claim_removed_by_hand_is_reported(self, store: FileStore, root: Path) -> None:
         claim = await make(store, a_key())
         async with Subscriber(store) as subscriber:

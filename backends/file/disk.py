@@ -319,7 +319,7 @@ class Claims:
                 return found, found.value.nonce == proposal.nonce
             revision = secrets.randbits(62) + 1
             record = _encoder.encode(_Record(key=key, revision=revision, value=proposal))
-            with self._disk.written(record, lambda now_ns: _expiry(now_ns, revision, ttl)) as (temp, status):  # noqa: B023 (called at once)
+            with self._disk.written(record, lambda now_ns: _expiry(now_ns, revision, ttl)) as (temp, status):  # noqa: B023
                 step.commit()
                 try:
                     os.link(temp, self._path(key))

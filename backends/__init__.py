@@ -65,7 +65,7 @@ def _open_memory(url: str, parts: SplitResult, capacity: int) -> ClaimStore:
 
 
 async def _open_file(url: str, parts: SplitResult, deadline: float) -> ClaimStore:
-    from backends.file.store import FileStore
+    from backends.file import FileStore
 
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise StoreConfigurationError(

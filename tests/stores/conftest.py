@@ -12,7 +12,7 @@ import pytest
 
 from backends import open_store
 from backends.base import ClaimStore
-from backends.file.store import FileStore
+from backends.file import FileStore
 from backends.memory import MemoryStore
 from tests.support.etcd import ETCD_BINARIES, EtcdServer
 

@@ -78,7 +78,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         for spec in map(WorkerSpec, settings.worker)
     )
     metrics = Metrics()
-    policy = POLICIES[settings.policy]()
+    policy = POLICIES[settings.policy]
     tenants = read_keys(settings.api_keys) if settings.api_keys is not None else Tenants({})
     admins = Admins(settings.admin_token.get_secret_value())
     hasher = KeyHasher(settings.session_secret.get_secret_value().encode())
@@ -124,7 +124,6 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 rules=Rules(
                     soft_overload=settings.overload if settings.affinity == "soft" else 0,
                     reject_conflicts=settings.hint_conflict == "reject",
-                    hints_only=settings.policy == "direct",
                     worker_key=settings.worker_key.encode(),
                     rank_header=settings.rank_header.lower().encode(),
                 ),

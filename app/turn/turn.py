@@ -13,7 +13,6 @@ claims are released by plain `finally`.
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_body, error_response
-from app.fleet.policies import WORKER_HINT, Policy, least_loaded
+from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least_loaded
 from app.fleet.workers import Fleet, Target, Worker
 from app.http import sse
 from app.http.asgi import AsgiClient, Receive, Scope, Send
@@ -128,8 +127,6 @@ class Rules(msgspec.Struct, frozen=True):
     """Turns in flight at a target from which on a session may pass it over for one turn; 0: never."""
     reject_conflicts: bool = False
     """A hint that a claim contradicts is refused; else the claim overrides it."""
-    hints_only: bool = False
-    """Nothing is placed without a hint (the policy `direct`)."""
     worker_key: bytes = b""
     """Sent to the workers in place of the client's key; empty: the client's is passed on."""
     rank_header: bytes = b"x-data-parallel-rank"
@@ -213,7 +210,6 @@ class Proxy:
             self.kept_back |= {self.rules.rank_header}  # ours to say
         self.kept_back_of_trusted = self.kept_back | {b"x-forwarded-for"}
         self.kept_back |= FORWARDED
-        self.among_hinted = least_loaded()
         self.fleet, self.policy, self.affinity, self.hasher = fleet, policy, affinity, hasher
         self.metrics, self.limits = metrics, limits
         self.affinity_headers = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
@@ -436,7 +432,7 @@ class Turn:
             if wish is None:
                 self._target = self._place(frozenset())
             else:
-                self._target = proxy.among_hinted(wish.placed())
+                self._target = self._given(least_loaded(wish.placed()))
         else:
             binding = self._session()
             if not binding.bind_cached():
@@ -622,7 +618,7 @@ class Turn:
             if wish is not None and not wish.fits(target) and proxy.rules.reject_conflicts:
                 raise wish.conflict()
             if 0 < proxy.rules.soft_overload <= target.in_flight and (free := self._not_overloaded(target)):
-                target, why, how = copy.copy(proxy.among_hinted)(free), "overload", "bypassed"
+                target, why, how = least_loaded(free), "overload", "bypassed"
         else:
             target, why = await self._unless_gone(proxy.affinity.choose(self._placement()), _nothing)
             how = "none" if key is None else "created" if view is None or view.claim is None else "rebound"
@@ -711,8 +707,8 @@ class Turn:
         refusal = None
         if wish is not None:
             refusal = wish.needs_worker()
-        elif proxy.rules.hints_only:
-            refusal = TurnError("hint_required", f"this router places nothing by itself; send {WORKER_HINT}")
+        elif proxy.policy is direct:
+            refusal = hint_required()
         parent = None
         if identity.parent is not None and identity.session is not None:
             parent = proxy.hasher.key(self._tenant, *identity.parent)
@@ -722,7 +718,7 @@ class Turn:
         """Soft affinity: take this one turn to a target that is not overloaded, if there is one. The claim stays."""
         assert self._target is not None
         if free := self._not_overloaded(self._target):
-            self._target = self._proxy.among_hinted(free)
+            self._target = self._given(least_loaded(free))
             self._how = "bypassed"
 
     def _not_overloaded(self, bound: Target) -> list[Target]:
@@ -766,7 +762,11 @@ class Turn:
         candidates = self._proxy.fleet.candidates(lost)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
-        return self._proxy.policy(candidates)
+        return self._given(self._proxy.policy(candidates))
+
+    def _given(self, target: Target) -> Target:
+        self._proxy.fleet.note_placed(target)
+        return target
 
     async def _claimed(self, work: Coroutine[Any, Any, None]) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody

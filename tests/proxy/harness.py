@@ -86,7 +86,7 @@ class Bench:
 
     async def rest(self) -> None:
         """Every counter is 0, and no connection is open that is not idle."""
-        await until(lambda: not self.proxy.turns and not self.affinity._waiting)
+        await until(lambda: not self.proxy.turns and not self.affinity._flights)
         await until(lambda: all(worker.pool.open == worker.pool.idle for worker in self.fleet))
         for worker in self.fleet:
             assert all((target.in_flight, target.reserved) == (0, 0) for target in worker.targets)

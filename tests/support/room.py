@@ -230,7 +230,7 @@ class Room:
     async def rest(self) -> None:
         """Whatever happened, everything was given back."""
         for app in self.replicas:
-            await until(lambda app=app: not app.proxy.turns and not app.affinity._waiting)  # type: ignore[misc]
+            await until(lambda app=app: not app.proxy.turns and not app.affinity._flights)  # type: ignore[misc]
             await until(lambda app=app: not app.affinity.pending_closes)  # type: ignore[misc]
             await until(lambda app=app: all(w.pool.open == w.pool.idle for w in app.fleet))  # type: ignore[misc]
             assert not any(t.in_flight or t.reserved for w in app.fleet for t in w.targets)

@@ -141,8 +141,7 @@ async def idle(sessions: int, capacity: int, foreign: bool) -> None:
         # What `bind` does in the end. All of it, for a million sessions, would take minutes.
         proposal = msgspec.structs.replace(value, nonce=secrets.token_hex(12))
         outcome = await store.create_or_get(key, proposal, SESSION_TTL)
-        with affinity._entries.reading(key) as snapshot:
-            affinity._entries.note(outcome.claim, target, snapshot)
+        affinity._entries.note(outcome.claim, target, affinity._entries.snapshot(key))
         if (number + 1) % (sessions // REPORTS) == 0:
             _report_memory(affinity, number + 1)
     await affinity.aclose()

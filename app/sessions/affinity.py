@@ -12,9 +12,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -51,14 +50,6 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 ANYWHERE = Placement()
-
-
-class _Choice(NamedTuple):
-    target: Target
-    why: str
-    """hint, parent or policy."""
-    parent: str = ""
-    """What became of following the parent: followed, passed_over, unknown or, without one, empty."""
 
 
 class Binding:
@@ -107,11 +98,10 @@ class Binding:
             self._hold(known)  # a turn of the session already: a final one that ends meanwhile leaves the close to us
         try:
             resolve = functools.partial(affinity._resolver.resolve, self._key, placement)
-            self.how = await affinity._agreed(self._key, resolve, self._hold)
+            self._came(await affinity._agreed(self._key, resolve, self._hold))
         except BaseException:
             self._let_go()
             raise
-        affinity._log(self._key, self.how, self.target)
 
     async def rebind(self, lost: frozenset[str], placement: Placement) -> None:
         """Move the session off workers that cannot be reached (`lost`: the names of all that the turn has found), to
@@ -129,8 +119,13 @@ class Binding:
                 break
         else:
             raise TurnError("no_worker", "the session's worker cannot be reached and no other one could be agreed on")
-        self.how = "degraded" if self._entry is not None and self._entry.claim is None else "rebound"
-        affinity._log(self._key, self.how, self.target)
+        self._came("degraded" if self._entry is not None and self._entry.claim is None else "rebound")
+
+    def _came(self, how: str) -> None:
+        self.how = how
+        if self._entry is not None and self._affinity._logs(self._key):
+            rank = "" if self.target.rank is None else f" rank {self.target.rank}"
+            log.info("session %s %s at %s%s", self._key[:12], how, self.target.worker.name, rank)
 
     def _hold(self, entry: Entry) -> None:
         """Be a turn of this entry, in place of what was held. Nothing is held any more when the turn is over."""
@@ -229,28 +224,28 @@ class _Resolver:
             await self._closer.wait(key)
         if claims.state is StoreState.AWAY:
             return self._without_store(key, known, placement)
+        snapshot = self._entries.snapshot(key)
         try:
-            with self._entries.reading(key) as snapshot:
-                claimed = known is not None and known.claim is not None
-                if claimed or placement.refusal is not None or claims.state is StoreState.READ_ONLY:
-                    claim = await claims.get(key)
-                    if claim is not None:
-                        return await self._adopt(claim, "stored", placement, snapshot)
-                    if claimed:
-                        if self._entries.find(key) is known:
-                            self._entries.forget(key)
-                        known = None
-                    if claims.state is StoreState.READ_ONLY:
-                        return self._without_store(key, known, placement)
-                if known is not None:
-                    target = known.target
-                elif placement.refusal is not None:
-                    raise placement.refusal
-                else:
-                    target = await self._place(placement)
-                with target.reserve():
-                    outcome = await claims.create(key, target, 0)
-                return await self._adopt(outcome.claim, "created" if outcome.created else "stored", placement, snapshot)
+            claimed = known is not None and known.claim is not None
+            if claimed or placement.refusal is not None or claims.state is StoreState.READ_ONLY:
+                claim = await claims.get(key)
+                if claim is not None:
+                    return await self._adopt(claim, "stored", placement, snapshot)
+                if claimed:
+                    if self._entries.find(key) is known:
+                        self._entries.forget(key)
+                    known = None
+                if claims.state is StoreState.READ_ONLY:
+                    return self._without_store(key, known, placement)
+            if known is not None:
+                target = known.target
+            elif placement.refusal is not None:
+                raise placement.refusal
+            else:
+                target = await self._place(placement)
+            with target.reserve():
+                outcome = await claims.create(key, target, 0)
+            return await self._adopt(outcome.claim, "created" if outcome.created else "stored", placement, snapshot)
         except StoreError:
             return self._without_store(key, known, placement)
 
@@ -258,12 +253,6 @@ class _Resolver:
         self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where."""
-        with self._entries.reading(key) as snapshot:
-            return await self._replace(key, claim, lost, placement, snapshot)
-
-    async def _replace(
-        self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement, snapshot: Snapshot
-    ) -> tuple[Entry, str]:
         elsewhere = Placement(tuple(target for target in placement.candidates if target.worker.name not in lost))
         if self._claims.state is not StoreState.UP:
             return self._without_store(key, None, elsewhere, lost)
@@ -272,6 +261,7 @@ class _Resolver:
             raise TurnError(
                 "no_worker", f"the session was moved {_MOVES} times within {_MOVES_WINDOW:g} s; it is left for a while"
             )
+        snapshot = self._entries.snapshot(key)
         try:
             # Before the claim is closed: where nothing can be chosen, it stays.
             target = await self._place(elsewhere, lost)
@@ -295,7 +285,7 @@ class _Resolver:
             return self._entries.note(claim, target, snapshot), how
         # The worker may be here without that rank: then it is not lost.
         lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
-        return await self._replace(claim.key, claim, lost, placement, snapshot)
+        return await self.move(claim.key, claim, lost, placement)
 
     def _without_store(
         self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str] = frozenset()
@@ -313,28 +303,26 @@ class _Resolver:
         self._entries.install(entry)
         return entry, "degraded"
 
-    async def choose(self, placement: Placement, lost: frozenset[str] = frozenset()) -> _Choice:
-        """The target of a session that has no claim: the client's hint, else its parent, else the policy. Only looks.
-        Raises TurnError and StoreError."""
+    async def choose(self, placement: Placement, lost: frozenset[str] = frozenset()) -> tuple[Target, str, str]:
+        """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
+        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks."""
         if placement.candidates:
-            return _Choice(least_loaded(placement.candidates), "hint")
-        candidates = self._candidates(lost)
-        if placement.parent is None:
-            return _Choice(self._policy(candidates), "policy")
-        near = await self._near(placement.parent)
-        candidates = self._candidates(lost)  # as they are now
-        if near is None:
-            return _Choice(self._policy(candidates), "policy", "unknown")
-        if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
-            return _Choice(near, "parent", "followed")
-        return _Choice(self._policy(candidates), "policy", "passed_over")
+            return least_loaded(placement.candidates), "hint", ""
+        candidates, parent = self._candidates(lost), ""
+        if placement.parent is not None:
+            near = await self._near(placement.parent)
+            candidates = self._candidates(lost)  # as they are now
+            if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
+                return near, "parent", "followed"
+            parent = "unknown" if near is None else "passed_over"
+        return self._policy(candidates), "policy", parent
 
     async def _place(self, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
-        choice = await self.choose(placement, lost)
-        if choice.parent:
-            self._metrics.parents.inc(choice.parent)
-        self._fleet.note_placed(choice.target)
-        return choice.target
+        target, _, parent = await self.choose(placement, lost)
+        if parent:
+            self._metrics.parents.inc(parent)
+        self._fleet.note_placed(target)
+        return target
 
     async def _near(self, parent: str) -> Target | None:
         entry = self._entries.find(parent)
@@ -388,6 +376,7 @@ class Affinity:
         self._log_below = int(log_share * 0x10000)
         self._tasks = tasks = Tasks()
         self._entries = entries = Entries(store.stamp, ttl=ttl, max_stale=max_stale, capacity=capacity, clock=clock)
+        self.census, self.page = entries.census, entries.page
         self._claims = claims = Claims(
             store,
             metrics,
@@ -416,7 +405,7 @@ class Affinity:
 
     async def aclose(self) -> None:
         """Finish pending closes within `close_limit`, then stop everything. The store is the caller's to close."""
-        await self._closer.finish()
+        await self._closer.wait()
         await self._tasks.aclose()
 
     @property
@@ -433,7 +422,7 @@ class Affinity:
 
     @property
     def active_turns(self) -> int:
-        return self._entries.turns
+        return sum(entry.active for entry in self._entries.active.values())
 
     @property
     def pending_closes(self) -> int:
@@ -484,10 +473,9 @@ class Affinity:
             take(entry)
         return entry, how
 
-    def _log(self, key: str, how: str, target: Target) -> None:
-        if self._log_below and int(key[:4], 16) < self._log_below:
-            rank = "" if target.rank is None else f" rank {target.rank}"
-            log.info("session %s %s at %s%s", key[:12], how, target.worker.name, rank)
+    def _logs(self, key: str) -> bool:
+        """Whether the decisions about this session are logged."""
+        return self._log_below > 0 and int(key[:4], 16) < self._log_below
 
     # -- from outside a turn
 
@@ -529,15 +517,6 @@ class Affinity:
         if current is not None and not current.active:
             self._entries.forget(key)
         return outcome
-
-    def census(self) -> Counter[str]:
-        """How many sessions this replica knows, by the name of their worker."""
-        return self._entries.census()
-
-    def page(self, after: str, limit: int, worker: str = "") -> list[View]:
-        """The first `limit` of the sessions that this replica knows, by their keys, of those after `after` and at
-        `worker` (empty: any)."""
-        return self._entries.page(after, limit, worker)
 
     # -- back
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -34,8 +34,7 @@ class Entry:
     __slots__ = ("active", "claim", "closing", "good_until", "key", "proof", "renew_at", "renewing", "stamp", "target")
 
     def __init__(self, key: str, target: Target) -> None:
-        self.key = key
-        self.target = target
+        self.key, self.target = key, target
         self.claim: Claim | None = None
         """None while it is placed without a store, and once its close has begun."""
         self.active = 0
@@ -46,28 +45,28 @@ class Entry:
         """The stretch of the watch's continuity in which the claim was read."""
         self.stamp = 0
         """The store's, from before the claim was read."""
-        self.good_until = 0.0
-        """When it must be read again, whatever the watch says; and by then the claim may have expired."""
-        self.renew_at = 0.0
+        self.good_until = self.renew_at = 0.0
+        """When it must be read again whatever the watch says, at the latest when it may have expired; when renewed."""
         self.renewing = False
 
+    def unprove(self) -> None:
+        """The next turn reads what stands there, and until then nothing is renewed."""
+        self.proof = _UNPROVEN
+        self.renew_at = float("inf")
 
-class Snapshot:
+    def continues(self, claim: Claim, target: Target) -> bool:
+        """It is of this very claim, or was placed without the store where the claim now says."""
+        if self.claim is None:
+            return self.target is target
+        return (self.claim.revision, self.claim.value.nonce) == (claim.revision, claim.value.nonce)
+
+
+class Snapshot(msgspec.Struct, eq=False, weakref=True):
     """What was known when a read of a session's claim began, and what the watch said of it since."""
 
-    __slots__ = ("_deleted", "proof", "stamp")
-
-    def __init__(self, proof: int, stamp: int) -> None:
-        self.proof, self.stamp = proof, stamp
-        self._deleted: list[Deleted] = []
-
-    def heard(self, event: Deleted) -> None:
-        self._deleted.append(event)
-
-    def proof_of(self, claim: Claim) -> int:
-        """The proof of a claim that was read; none when it has gone since."""
-        gone = any(event.before is None or event.before > claim.revision for event in self._deleted)
-        return _UNPROVEN if gone else self.proof
+    proof: int
+    stamp: int
+    deleted: list[Deleted] = []
 
 
 class Entries:
@@ -82,10 +81,10 @@ class Entries:
         self._ttl, self._max_stale, self._capacity = ttl, max_stale, capacity
         self._table: OrderedDict[str, Entry] = OrderedDict()
         """The longest unused first. One that was replaced or closed lives on in the turns that hold it."""
-        self._active: dict[str, Entry] = {}
+        self.active: dict[str, Entry] = {}
         """Those of the table that have turns; the others make room when it is full."""
-        self._reads: dict[str, Snapshot] = {}
-        """Of the sessions whose claims are being read now."""
+        self._reads: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
+        """Of the sessions whose claims are being read now: one at a time for each."""
         self._stretches = 0
         self._proof = _UNPROVEN
         """The watch's current stretch of continuity; _UNPROVEN while it is not shown to be alive."""
@@ -102,20 +101,20 @@ class Entries:
         if entry is None or not (entry.closing or self.proven(entry, now)):
             return None
         if not entry.active:
-            self._active[key] = entry
+            self.active[key] = entry
         entry.active += 1
         return entry
 
     def enter(self, entry: Entry) -> None:
         """One more turn of this very entry, proven or not. To be given to `leave`."""
         if not entry.active:
-            self._table[entry.key] = self._active[entry.key] = entry
+            self._table[entry.key] = self.active[entry.key] = entry
         entry.active += 1
 
     def leave(self, entry: Entry) -> None:
         entry.active -= 1
-        if not entry.active and self._active.get(entry.key) is entry:
-            del self._active[entry.key]
+        if not entry.active and self.active.get(entry.key) is entry:
+            del self.active[entry.key]
             self._table.move_to_end(entry.key)
             if len(self._table) > self._capacity:
                 self._trim()
@@ -128,10 +127,10 @@ class Entries:
 
     def forget(self, key: str) -> None:
         self._table.pop(key, None)
-        self._active.pop(key, None)
+        self.active.pop(key, None)
 
     def _trim(self) -> None:
-        while len(self._table) > max(self._capacity, len(self._active)):
+        while len(self._table) > max(self._capacity, len(self.active)):
             key, entry = next(iter(self._table.items()))
             if entry.active:
                 self._table.move_to_end(key)
@@ -152,23 +151,20 @@ class Entries:
             and entry.target.worker.known
         )
 
-    @contextlib.contextmanager
-    def reading(self, key: str) -> Iterator[Snapshot]:
-        """While a claim is read or made, which only one does at a time for each key."""
+    def snapshot(self, key: str) -> Snapshot:
+        """Taken before a claim is read or made, and kept until it is noted."""
         snapshot = self._reads[key] = Snapshot(self._proof, self._stamp(key))
-        try:
-            yield snapshot
-        finally:
-            del self._reads[key]
+        return snapshot
 
     def note(self, claim: Claim, target: Target, snapshot: Snapshot) -> Entry:
         """Note a claim that was just read: its session is at `target`."""
         entry = self.find(claim.key)
-        if entry is None or not _continues(entry, claim, target):
+        if entry is None or not entry.continues(claim, target):
             entry = Entry(claim.key, target)
             self.install(entry)
         self.refresh(entry, claim)
-        entry.proof, entry.stamp = snapshot.proof_of(claim), snapshot.stamp
+        gone = any(event.before is None or event.before > claim.revision for event in snapshot.deleted)
+        entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
         return entry
 
     def refresh(self, entry: Entry, claim: Claim) -> None:
@@ -180,23 +176,15 @@ class Entries:
             entry.good_until = min(entry.good_until, claim.expires_at)
             entry.renew_at = claim.expires_at - self._ttl
 
-    def unprove(self, entry: Entry) -> None:
-        """The next turn reads what stands there, and until then nothing is renewed."""
-        entry.proof = _UNPROVEN
-        entry.renew_at = float("inf")
-
-    def watch_stands(self) -> None:
-        """A stretch of continuity begins; what was read before is not proven any more."""
-        self._stretches += 1
-        self._proof = self._stretches
-
-    def watch_is_lost(self) -> None:
-        self._proof = _UNPROVEN
+    def watched(self, stands: bool) -> None:
+        """A stretch of the watch's continuity begins or ends; what was read before is not proven any more."""
+        self._stretches += stands
+        self._proof = self._stretches if stands else _UNPROVEN
 
     def deleted(self, event: Deleted) -> None:
         """The watch says that a claim is gone."""
         if event.key in self._reads:
-            self._reads[event.key].heard(event)
+            self._reads[event.key].deleted.append(event)
         entry = self.find(event.key)
         if entry is None or entry.claim is None:
             return
@@ -214,14 +202,6 @@ class Entries:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._table.values())
 
-    @property
-    def in_use(self) -> list[Entry]:
-        return list(self._active.values())
-
-    @property
-    def turns(self) -> int:
-        return sum(entry.active for entry in self._active.values())
-
     def census(self) -> Counter[str]:
         """How many sessions this replica knows, by the name of their worker."""
         return Counter(entry.target.worker.name for entry in self)
@@ -236,10 +216,3 @@ class Entries:
         proven = self.proven(entry, self._clock())
         source = "degraded" if entry.claim is None else "memory" if proven else "unproven"
         return View(entry.key, entry.claim, entry.target, entry.active, source)
-
-
-def _continues(entry: Entry, claim: Claim, target: Target) -> bool:
-    """The entry is of this very claim, or was placed without the store where the claim now says."""
-    if entry.claim is None:
-        return entry.target is target
-    return entry.claim.revision == claim.revision and entry.claim.value.nonce == claim.value.nonce

@@ -158,20 +158,17 @@ class Claims:
                 if not isinstance(error, StoreError):
                     # A fault of the store's code must not end the waiting unseen: the store would stay away for ever.
                     log.exception("the claim store's check failed; it is asked again")
-            self.state = await self._readable()
+            try:
+                await self._store.get("0" * 40)
+                self.state = StoreState.READ_ONLY
+            except StoreError:
+                self.state = StoreState.AWAY
             await asyncio.sleep(delay)
             delay = min(2 * delay, 1.0)
         self.state = StoreState.UP
         self._up.set()
         log.warning("the claim store is back")
         await self._returned()
-
-    async def _readable(self) -> StoreState:
-        try:
-            await self._store.get("0" * 40)
-        except StoreError:
-            return StoreState.AWAY
-        return StoreState.READ_ONLY
 
 
 async def watch(store: ClaimStore, entries: Entries, metrics: Metrics) -> None:
@@ -182,7 +179,7 @@ async def watch(store: ClaimStore, entries: Entries, metrics: Metrics) -> None:
             async for event in store.subscribe():
                 if isinstance(event, Reset):
                     delay = 0.05
-                    entries.watch_stands()
+                    entries.watched(True)
                     metrics.resets.inc()
                 else:
                     entries.deleted(event)
@@ -193,7 +190,7 @@ async def watch(store: ClaimStore, entries: Entries, metrics: Metrics) -> None:
             # A fault of the store's code must not end the watch unseen: entries would stay proven for ever.
             log.exception("the claim store's watch failed; it is begun again")
         finally:
-            entries.watch_is_lost()
+            entries.watched(False)
         await asyncio.sleep(delay)
         delay = min(2 * delay, 2.0)
 
@@ -216,7 +213,7 @@ class Closer:
         if self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
         claim, entry.claim, entry.closing = entry.claim, None, False
-        self._entries.unprove(entry)
+        entry.unprove()
         if claim is None:
             return None
         task = self._tasks.spawn(self._close(claim, self._closings.get(entry.key)))
@@ -228,13 +225,9 @@ class Closer:
         """Returns when the claim is closed, or after the limit."""
         await self._wait(self.begin(entry))
 
-    async def wait(self, key: str) -> None:
-        """For the close of a session that is under way, if any, but not longer than the limit."""
-        await self._wait(self._closings.get(key))
-
-    async def finish(self) -> None:
-        """Wait for all of them, but not longer than the limit."""
-        await self._wait(*self._closings.values())
+    async def wait(self, key: str | None = None) -> None:
+        """For the close of a session that is under way, if any, or for all; but not longer than the limit."""
+        await self._wait(*(self._closings.values() if key is None else [self._closings.get(key)]))
 
     async def _wait(self, *tasks: asyncio.Task[None] | None) -> None:
         if pending := [task for task in tasks if task is not None]:
@@ -280,7 +273,7 @@ class Renewer:
         if self._claims.state is not StoreState.UP:
             self._overdue[entry.key] = entry
             return
-        entry.renewing = True
+        entry.renewing = True  # at once: a turn may ask again, at its end, before the renewal has begun
         self._tasks.spawn(self._renew(entry, entry.claim))
 
     async def keep_alive(self) -> None:
@@ -288,7 +281,7 @@ class Renewer:
         while True:
             await asyncio.sleep(min(self._claims.ttl / 8, 30.0))
             now = self._claims.clock()
-            for entry in self._entries.in_use:
+            for entry in list(self._entries.active.values()):
                 if now >= entry.renew_at:
                     self.soon(entry)
 
@@ -309,7 +302,7 @@ class Renewer:
             renewed = await self._claims.renew(claim)
         except ClaimLost:
             if entry.claim is claim:
-                self._entries.unprove(entry)
+                entry.unprove()
         except StoreError:
             entry.renew_at = self._claims.clock() + 1.0
             if not last:

@@ -91,7 +91,7 @@ class Bench:
         for worker in self.fleet:
             assert all((target.in_flight, target.reserved) == (0, 0) for target in worker.targets)
         assert self.affinity.active_turns == 0
-        assert not self.affinity._entries.in_use
+        assert not self.affinity._entries.active
 
 
 @contextlib.asynccontextmanager

@@ -116,8 +116,7 @@ class Replica:
     def assert_quiet(self) -> None:
         assert self.affinity.active_turns == 0
         assert self.reserved == [0] * len(self.fleet)
-        assert not self.affinity._entries.in_use
-        assert not self.affinity._entries._reads
+        assert not self.affinity._entries.active
         assert not self.affinity._waiting
         assert not self.affinity._flights
 
@@ -953,6 +952,126 @@ async def test_aclose_ends_closes_that_hang_and_their_successors() -> None:
     await r.affinity.aclose()
     await settle()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+ENDS = (200, 204, 302, 400, 404, 422)
+KEEPS = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+@pytest.mark.parametrize("status", [*ENDS, *KEEPS])
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("who", ["the worker", "we before it is bound", "we after it is bound"])
+@in_virtual_time
+async def test_which_answers_end_a_session(status: int, final: bool, who: str) -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await r.visit()
+        turn = r.affinity.session(KEY, final=final)
+        if who != "we before it is bound":
+            assert turn.bind_cached()
+        if who == "the worker":
+            turn.answered(status)
+            assert turn.holds_end is (final and status in ENDS)
+            await turn.close()
+        else:
+            await turn.refused(status)
+        assert (await inner.get(KEY) is None) is (final and status in ENDS)  # before the turn is over
+        turn.release()
+        await settle()
+        assert (await inner.get(KEY) is None) is (final and status in ENDS)
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("bound", [True, False])
+@in_virtual_time
+async def test_final_turn_whose_client_left_ends_its_session(final: bool, bound: bool) -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await r.visit()
+        turn = r.affinity.session(KEY, final=final)
+        assert not bound or turn.bind_cached()
+        await turn.left()
+        turn.release()
+        await settle()
+        assert (await inner.get(KEY) is None) is final
+
+
+@in_virtual_time
+async def test_session_that_cannot_be_ended_ends_by_its_ttl() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.go_away()
+        turn = r.affinity.session(KEY, final=True)
+        await turn.refused(404)  # raises nothing
+        await turn.left()
+        turn.release()
+
+
+@in_virtual_time
+async def test_end_is_not_held_while_another_turn_is_here() -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        final, other = await r.turn(final=True), await r.turn()
+        final.answered(200)
+        assert not final.holds_end
+        await final.close()
+        assert await inner.get(KEY) is not None
+        final.release()
+        assert other.holds_end  # it is the last one now
+        await other.close()
+        assert await inner.get(KEY) is None
+        other.release()
+
+
+@in_virtual_time
+async def test_turn_is_given_back_once() -> None:
+    async with running(scripted()) as r:
+        one, two = await r.turn(), await r.turn()
+        one.release()
+        one.release()
+        assert r.turns() == 1
+        two.release()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("steps", range(8))
+@in_virtual_time
+async def test_turn_that_is_over_before_it_is_bound_holds_nothing(steps: int, known: bool) -> None:
+    """Its task is cancelled, or not even that, at any step of its way to the answer."""
+    store = scripted()
+    async with running(store) as r:
+        if known:
+            await r.visit()
+            store.emit(Reset())
+            await settle()
+        for cancelled in (True, False):
+            turn = r.affinity.session(KEY, final=False)
+            binding = asyncio.create_task(turn.bind(ANYWHERE))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            turn.release()
+            if cancelled:
+                binding.cancel()
+            await settle()
+            assert binding.done()
+            r.assert_quiet()
+
+
+@pytest.mark.parametrize("steps", range(8))
+@in_virtual_time
+async def test_turn_that_is_over_before_it_is_moved_holds_nothing(steps: int) -> None:
+    async with running(scripted(), policy=first_of("a")) as r:
+        turn, other = await r.turn(final=True), await r.turn()
+        turn.answered(200)
+        moving = asyncio.create_task(turn.rebind(frozenset({"a"}), ANYWHERE))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        turn.release()
+        moving.cancel()
+        await settle()
+        other.release()
+        await settle()
+        r.assert_quiet()
 
 
 # -- the store away

@@ -13,7 +13,8 @@ import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -36,6 +37,9 @@ not fight over it."""
 _MOVES_REMEMBERED = 10_000
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
 """With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
+
+Resolution = Callable[[], Coroutine[Any, Any, tuple[Entry, str]]]
+"""Makes a session's entry, and says how it came to it."""
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -393,8 +397,6 @@ class Affinity:
             entries, claims, closer, fleet, policy, metrics, refuse=refuse_on_outage, parent_slack=parent_slack
         )
         self._flights: SingleFlight[str, tuple[Entry, str]] = SingleFlight(outlives=False)
-        self._waiting: dict[str, list[Callable[[Entry], None]]] = {}
-        """What to do with the answer, for each turn that waits for one."""
 
     # -- life
 
@@ -445,33 +447,16 @@ class Affinity:
             raise TurnError("store_unavailable", "the claim store cannot be reached") from None
         return target, why
 
-    async def _agreed(
-        self, key: str, work: Callable[[], Awaitable[tuple[Entry, str]]], take: Callable[[Entry], None]
-    ) -> str:
-        """Wait for what `work`, or what another turn has begun already, makes of the session. `take` is called with
-        the answer in the very step in which it is known, so that nothing closes or drops it before. Returns how the
-        turn came to it."""
-        waiting = self._waiting.setdefault(key, [])
-        waiting.append(take)
-        try:
-            while True:
-                with self._flights.join(key, lambda: self._answer(key, work)) as seat:
-                    await seat.ended()
-                    if seat.cancelled or seat.handed_over:
-                        continue  # its initialiser's trouble is not ours: try by ourselves
+    async def _agreed(self, key: str, work: Resolution, take: Callable[[Entry], None]) -> str:
+        """Wait for what `work`, or what another turn has begun already, makes of the session, and take it. Returns how
+        the turn came to it."""
+        while True:
+            with self._flights.join(key, work) as seat:
+                await seat.ended()
+                if not seat.cancelled and not seat.handed_over:  # else try by ourselves: that trouble was not ours
                     entry, how = seat.result()
-                    take(entry)  # again, should it have ended before we came
+                    take(entry)
                     return how if seat.first or how not in ("created", "rebound") else "cached"
-        finally:
-            waiting.remove(take)
-            if not waiting:
-                del self._waiting[key]
-
-    async def _answer(self, key: str, work: Callable[[], Awaitable[tuple[Entry, str]]]) -> tuple[Entry, str]:
-        entry, how = await work()
-        for take in self._waiting.get(key, ()):
-            take(entry)
-        return entry, how
 
     def _logs(self, key: str) -> bool:
         """Whether the decisions about this session are logged."""

@@ -117,7 +117,6 @@ class Replica:
         assert self.affinity.active_turns == 0
         assert self.reserved == [0] * len(self.fleet)
         assert not self.affinity._entries.active
-        assert not self.affinity._waiting
         assert not self.affinity._flights
 
 

@@ -77,7 +77,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         for spec in worker_specs(settings.workers.worker)
     )
     metrics = Metrics()
-    policy = POLICIES[settings.workers.policy]()
+    policy = POLICIES[settings.workers.policy]
     tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
     admins = Admins(settings.access.admin_token.get_secret_value())
     hasher = KeyHasher(settings.store.session_secret.get_secret_value().encode())
@@ -115,6 +115,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             )
             app.turns = Turns(
                 Shared(
+                    fleet=fleet,
                     reading=reading,
                     routing=Routing(
                         fleet=fleet,

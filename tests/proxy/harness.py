@@ -64,7 +64,7 @@ class Bench:
             make_worker(url, name=f"w{number}", connect_limit=connect_limit, idle_limit=idle_limit, tls=tls)
             for number, url in enumerate(urls)
         )
-        policy = policy or least_loaded()
+        policy = policy or least_loaded
         self.affinity = Affinity(
             self.store, self.fleet, policy, self.metrics, replica="r1", ttl=1800.0, **({"close_limit": 5.0} | affinity)
         )
@@ -97,12 +97,12 @@ class Bench:
 
     async def rest(self) -> None:
         """Every counter is 0, and no connection is open that is not idle."""
-        await until(lambda: not self.proxy.turns and not self.affinity._resolutions)
+        await until(lambda: not self.proxy.turns and not self.affinity._flights)
         await until(lambda: all(worker.pool.open == worker.pool.idle for worker in self.fleet))
         for worker in self.fleet:
-            assert (worker.in_flight, worker.reserved) == (0, 0)
+            assert all((target.in_flight, target.reserved) == (0, 0) for target in worker.targets)
         assert self.affinity.active_turns == 0
-        assert not self.affinity._active
+        assert not self.affinity._entries.active
 
 
 @contextlib.asynccontextmanager

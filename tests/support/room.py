@@ -231,10 +231,10 @@ class Room:
     async def rest(self) -> None:
         """Whatever happened, everything was given back."""
         for app in self.replicas:
-            await until(lambda app=app: not len(app.turns) and not app.affinity._resolutions)  # type: ignore[misc]
+            await until(lambda app=app: not len(app.turns) and not app.affinity._flights)  # type: ignore[misc]
             await until(lambda app=app: not app.affinity.pending_closes)  # type: ignore[misc]
             await until(lambda app=app: all(w.pool.open == w.pool.idle for w in app.fleet))  # type: ignore[misc]
-            assert [(w.in_flight, w.reserved) for w in app.fleet] == [(0, 0)] * len(app.fleet)
+            assert not any(t.in_flight or t.reserved for w in app.fleet for t in w.targets)
             assert app.affinity.active_turns == 0
 
 

@@ -17,8 +17,10 @@ from app.fleet.workers import Target
 from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
 from backends.memory import MemoryStore
-from tests.proxy.harness import DONE, END, FINAL, JSON, OK, SESSION, STREAM, bench, chunk
-from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, settle, until
+from tests.support.bench import FINAL, JSON, SESSION, bench
+from tests.support.client import Call
+from tests.support.fakes import ScriptedStore, settle
+from tests.support.raw import DONE, END, OK, STREAM, Peer, Worker, answers, chunk, still, until
 
 MIB = 1 << 20
 
@@ -33,13 +35,12 @@ def lines(head: bytes) -> list[bytes]:
 async def test_request_and_answer_travel_untouched() -> None:
     body = b'{ "model" : "m",\n "messages":[ ] , "x": 1e400}'
     answer = b'{"a" :  1}'
-    worker = ByteWorker(answers(b"HTTP/1.1 201 Fine\r\nContent-Type: a/b\r\nContent-Length: 10\r\n\r\n" + answer))
+    worker = Worker(answers(b"HTTP/1.1 201 Fine\r\nContent-Type: a/b\r\nContent-Length: 10\r\n\r\n" + answer))
     async with bench(worker) as b:
         client = await b.get(JSON, (b"authorization", b"Bearer k"), body=body, query=b"a=1&b=%20")
         assert (client.status, client.body) == (201, answer)
-        head, sent = worker.requests[0]
-        assert sent == body
-        assert lines(head) == [
+        assert worker.requests[0].body == body
+        assert lines(worker.heads[0]) == [
             b"POST /v1/chat/completions?a=1&b=%20 HTTP/1.1",
             b"host: 127.0.0.1:%d" % worker.port,
             b"content-type: application/json",
@@ -63,24 +64,24 @@ async def test_request_and_answer_travel_untouched() -> None:
 
 
 async def test_request_id_is_kept_or_made() -> None:
-    worker = ByteWorker(answers(OK.replace(b"\r\n\r\n", b"\r\nx-request-id: the worker's\r\n\r\n", 1)))
+    worker = Worker(answers(OK.replace(b"\r\n\r\n", b"\r\nx-request-id: the worker's\r\n\r\n", 1)))
     async with bench(worker) as b:
         for given in (b"mine", b"a" * 128):
             client = await b.get((b"x-request-id", given))
             assert client.headers[b"x-request-id"] == given
-            assert b"x-request-id: " + given in lines(worker.requests[-1][0])
+            assert b"x-request-id: " + given in lines(worker.heads[-1])
         made = set()
         for unusable in (None, b"", b"a" * 129, b"\xff"):
             client = await b.get(*([] if unusable is None else [(b"x-request-id", unusable)]))
             made.add(client.headers[b"x-request-id"])
-            assert [line for line in lines(worker.requests[-1][0]) if line.startswith(b"x-request-id")] == [
+            assert [line for line in lines(worker.heads[-1]) if line.startswith(b"x-request-id")] == [
                 b"x-request-id: " + client.headers[b"x-request-id"]
             ]
         assert len(made) == 4
 
 
 async def test_headers_of_one_connection_end_here() -> None:
-    worker = ByteWorker(
+    worker = Worker(
         answers(
             b"HTTP/1.1 200 OK\r\nconnection: x-hop\r\nx-hop: 1\r\nkeep-alive: 5\r\nx-coatcheck-worker: lie\r\n"
             b"x-kept: 1\r\ncontent-length: 2\r\n\r\n{}"
@@ -98,7 +99,7 @@ async def test_headers_of_one_connection_end_here() -> None:
             (b"proxy-authorization", b"secret"),
             (b"expect", b"100-continue"),
         )
-        names = {line.partition(b":")[0] for line in lines(worker.requests[0][0])[1:]}
+        names = {line.partition(b":")[0] for line in lines(worker.heads[0])[1:]}
         ours = {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"x-request-id"}
         assert names == {b"", b"host", b"x-three", b"content-length"} | ours
         assert b"x-hop" not in client.headers
@@ -121,21 +122,21 @@ async def test_headers_of_one_connection_end_here() -> None:
 async def test_length_of_the_request(
     method: str, body: bytes, given: list[tuple[bytes, bytes]], length: bytes | None
 ) -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         assert (await b.get(*given, method=method, body=body)).status == 200
-        found = [line for line in lines(worker.requests[0][0]) if line.startswith(b"content-length")]
+        found = [line for line in lines(worker.heads[0]) if line.startswith(b"content-length")]
         assert found == ([] if length is None else [b"content-length: " + length])
 
 
 async def test_rank_of_the_target_is_told() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         b.worker().targets = (Target(b.worker(), 0), Target(b.worker(), 1))
         hints = ((b"x-dynamo-worker-instance-id", b"w0"), (b"x-dynamo-dp-rank", b"0"))
         client = await b.get(SESSION, *hints)
         assert client.headers[b"x-coatcheck-rank"] == b"0"
-        assert b"x-data-parallel-rank: 0" in lines(worker.requests[0][0])
+        assert b"x-data-parallel-rank: 0" in lines(worker.heads[0])
         client = await b.get(SESSION, hints[0], (b"x-dynamo-dp-rank", b"1"))
         assert client.headers[b"x-coatcheck-rank"] == b"0"  # the claim is stronger
         assert b.metrics.hints_overridden.cells[()] == 1
@@ -150,20 +151,20 @@ async def test_rank_of_the_target_is_told() -> None:
     ],
 )
 async def test_answers_without_a_body(response: bytes) -> None:
-    worker = ByteWorker(answers(response))
+    worker = Worker(answers(response))
     async with bench(worker) as b:
         for _ in range(2):
             client = await b.get(method="GET", body=b"")
             assert (client.body, client.complete) == (b"", True)
             assert b"content-length" not in client.headers
-        assert worker.connections == 1
+        assert len(worker.peers) == 1
 
 
 @pytest.mark.parametrize(
     "framing", [b"content-length: 1000\r\n", b"transfer-encoding: chunked\r\n", b"", b"content-length: 0\r\n"]
 )
 async def test_head_ends_at_the_head(framing: bytes) -> None:
-    worker = ByteWorker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))
+    worker = Worker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))
     async with bench(worker) as b:
         client = await b.get(method="HEAD", body=b"")
         assert (client.status, client.body, client.complete) == (200, b"", True)
@@ -178,11 +179,11 @@ async def test_connection_goes_on_after_head() -> None:
         await peer.send(OK)
         await peer.gone()
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker) as b:
         await b.get(method="HEAD", body=b"")
         assert (await b.get()).body == b"{}"
-        assert worker.connections == 1
+        assert len(worker.peers) == 1
 
 
 async def test_answer_to_head_with_a_body_costs_the_connection() -> None:
@@ -191,11 +192,11 @@ async def test_answer_to_head_with_a_body_costs_the_connection() -> None:
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500)
         await peer.gone()
 
-    worker = ByteWorker(script, answers(OK))
+    worker = Worker(script, answers(OK))
     async with bench(worker) as b:
         assert (await b.get(method="HEAD", body=b"")).complete
         assert (await b.get()).body == b"{}"
-        assert worker.connections == 2
+        assert len(worker.peers) == 2
 
 
 async def test_interim_responses_and_trailers_end_here() -> None:
@@ -209,13 +210,13 @@ async def test_interim_responses_and_trailers_end_here() -> None:
                 chunk(b"abc") + b"0\r\nx-t: 1\r\nx-request-id: 2\r\n\r\n",
             )
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker) as b:
         for _ in range(2):
             client = await b.get()
             assert (client.status, client.body, client.complete) == (200, b"abc", True)
             assert client.headers.keys() == {b"x-a", b"x-request-id", b"x-coatcheck-affinity", b"x-coatcheck-worker"}
-        assert worker.connections == 1
+        assert len(worker.peers) == 1
 
 
 async def test_trailers_that_come_with_the_head_end_here_too() -> None:
@@ -226,7 +227,7 @@ async def test_trailers_that_come_with_the_head_end_here_too() -> None:
 
 
 async def test_interim_and_final_response_in_one_segment() -> None:
-    worker = ByteWorker(answers(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + OK))
+    worker = Worker(answers(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + OK))
     async with bench(worker) as b:
         assert (await b.get()).body == b"{}"
         assert (await b.get()).body == b"{}"
@@ -245,11 +246,11 @@ async def test_close_delimited_answer_is_complete(head: bytes) -> None:
 
 
 async def test_connection_that_the_worker_will_close_is_not_reused() -> None:
-    worker = ByteWorker(answers(OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)))
+    worker = Worker(answers(OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)))
     async with bench(worker) as b:
         for _ in range(3):
             assert (await b.get()).complete
-        assert worker.connections == 3
+        assert len(worker.peers) == 3
         assert b.worker().pool.idle == 0
 
 
@@ -263,7 +264,7 @@ async def test_more_than_one_answer_costs_the_connection(extra: bytes, later: bo
         await peer.send(*((OK, extra) if later else (OK + extra,)))
         await peer.gone()
 
-    worker = ByteWorker(script, answers(OK.replace(b"{}", b"[]")))
+    worker = Worker(script, answers(OK.replace(b"{}", b"[]")))
     async with bench(worker) as b:
         client = await b.get()
         assert (client.status, client.body) == (200, b"{}")
@@ -280,14 +281,14 @@ async def test_answer_before_the_request_was_sent() -> None:
         await checked.wait()
 
     checked = asyncio.Event()
-    worker = ByteWorker(script, answers(OK))
+    worker = Worker(script, answers(OK))
     async with bench(worker) as b:
         client = b.request(body=b"x" * (32 * MIB)).start()
         await client.finish()
         assert (client.status, client.body) == (413, b"{}")
         assert b.worker().pool.idle == 0
         assert (await b.get()).status == 200
-        assert worker.connections == 2
+        assert len(worker.peers) == 2
         checked.set()
         assert b.outcomes() == {"client_error": 1, "completed": 1}
 
@@ -297,8 +298,7 @@ async def test_big_bodies_both_ways() -> None:
     answer = body[::-1]
 
     async def script(peer: Peer) -> None:
-        _, sent = await peer.request()
-        assert sent == body
+        assert (await peer.request()).body == body
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
         await peer.gone()
 
@@ -309,20 +309,20 @@ async def test_big_bodies_both_ways() -> None:
 
 async def test_huge_headers_are_passed_on() -> None:
     value = b"a" * 60_000
-    worker = ByteWorker(answers(b"HTTP/1.1 200 OK\r\nx-big: " + value + b"\r\ncontent-length: 0\r\n\r\n"))
+    worker = Worker(answers(b"HTTP/1.1 200 OK\r\nx-big: " + value + b"\r\ncontent-length: 0\r\n\r\n"))
     async with bench(worker) as b:
         client = await b.get((b"x-mine", value))
         assert client.headers[b"x-big"] == value
-        assert b"x-mine: " + value in lines(worker.requests[0][0])
+        assert b"x-mine: " + value in lines(worker.heads[0])
 
 
 async def test_coded_bodies_are_not_looked_into() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         body = gzip.compress(b"{}")
         client = await b.get(JSON, (b"content-encoding", b"gzip"), body=body)
         assert client.status == 200
-        assert worker.requests[0][1] == body
+        assert worker.requests[0].body == body
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
@@ -348,12 +348,12 @@ async def test_stale_connection_is_tried_once_more_at_the_same_worker() -> None:
         await peer.send(OK)
         await peer.request()  # and closes without a byte: as a server whose idle limit has just passed
 
-    worker = ByteWorker(once, answers(OK))
+    worker = Worker(once, answers(OK))
     async with bench(worker) as b:
         await b.get(SESSION)
         client = await b.get(SESSION)
         assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"cached")
-        assert worker.connections == 2
+        assert len(worker.peers) == 2
         assert b.metrics.retries.cells == {("stale_connection",): 1}
 
 
@@ -367,7 +367,7 @@ async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None
         await peer.send(OK)
         await peer.request()
 
-    worker = ByteWorker(once, once, once, answers(OK))
+    worker = Worker(once, once, once, answers(OK))
     async with bench(worker) as b:
         clients = [b.request().start() for _ in range(3)]
         await until(lambda: len(worker.requests) == 3)
@@ -376,7 +376,7 @@ async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None
             await client.finish()
         assert b.worker().pool.idle == 3
         assert (await b.get()).status == 200
-        assert worker.connections == 4
+        assert len(worker.peers) == 4
         assert b.metrics.retries.cells == {("stale_connection",): 1}
 
 
@@ -389,7 +389,7 @@ async def test_fresh_connection_that_closes_is_not_tried_again() -> None:
     async def never(peer: Peer) -> None:
         await peer.request()
 
-    worker = ByteWorker(once, never)
+    worker = Worker(once, never)
     async with bench(worker) as b:
         await b.get()
         assert (await b.get()).status == 502
@@ -403,7 +403,7 @@ async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -
         await peer.request()
         await peer.send(b"H")
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker) as b:
         await b.get()
         assert (await b.get()).status == 502
@@ -415,7 +415,7 @@ async def test_idle_connection_closed_by_the_worker_leaves_the_pool() -> None:
         await peer.request()
         await peer.send(OK)
 
-    worker = ByteWorker(once)
+    worker = Worker(once)
     async with bench(worker) as b:
         for _ in range(3):
             assert (await b.get()).status == 200
@@ -454,9 +454,9 @@ def first(candidates: Any) -> Any:
 
 
 async def test_unreachable_worker_is_left_for_another() -> None:
-    async with ByteWorker(answers(OK)) as dead:
+    async with Worker(answers(OK)) as dead:
         url = f"http://127.0.0.1:{dead.port}"
-    async with bench(url, ByteWorker(answers(OK)), policy=first) as b:
+    async with bench(url, Worker(answers(OK)), policy=first) as b:
         client = await b.get(SESSION, FINAL)
         assert (client.status, client.headers[b"x-coatcheck-worker"]) == (200, b"w1")
         assert client.headers[b"x-coatcheck-affinity"] == b"rebound"
@@ -467,17 +467,17 @@ async def test_unreachable_worker_is_left_for_another() -> None:
 
 
 async def test_turn_without_a_session_moves_too() -> None:
-    async with ByteWorker(answers(OK)) as dead:
+    async with Worker(answers(OK)) as dead:
         url = f"http://127.0.0.1:{dead.port}"
-    async with bench(url, ByteWorker(answers(OK)), policy=first) as b:
+    async with bench(url, Worker(answers(OK)), policy=first) as b:
         client = await b.get()
         assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"none")
 
 
 async def test_lost_worker_moves_the_session_without_an_error() -> None:
     async with contextlib.AsyncExitStack() as stack:
-        second = await stack.enter_async_context(ByteWorker(answers(OK)))
-        async with ByteWorker(answers(OK)) as lost:
+        second = await stack.enter_async_context(Worker(answers(OK)))
+        async with Worker(answers(OK)) as lost:
             urls = [f"http://127.0.0.1:{worker.port}" for worker in (lost, second)]
             b = await stack.enter_async_context(bench(*urls, policy=first))
             assert (await b.get(SESSION)).headers[b"x-coatcheck-worker"] == b"w0"
@@ -660,7 +660,7 @@ async def test_client_leaves_while_the_worker_works(script: Callable[[Peer], Any
         await script(peer)
         cut.set()
 
-    worker = ByteWorker(watched)
+    worker = Worker(watched)
     async with bench(worker) as b:
         client = b.request(SESSION, *([FINAL] if final else [])).start()
         wanted = {hangs: 0, hangs_after_head: 1, hangs_in_stream: 2}[script]  # type: ignore[index]
@@ -676,20 +676,20 @@ async def test_client_leaves_while_the_worker_works(script: Callable[[Peer], Any
 
 
 async def test_client_leaves_while_sending_its_body() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         client = b.request(SESSION, body=b"{", ends=False).start()
         await asyncio.sleep(0)
         client.leave()
         await client.finish()
         assert b.outcomes() == {"aborted": 1}
-        assert not worker.connections
+        assert not worker.peers
         assert not client.sent
 
 
 async def test_client_that_left_before_the_worker_was_asked() -> None:
     """It is gone when its request has been read, and known sessions need no wait in which that would show."""
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         await b.get(SESSION)
         client = b.request(SESSION)
@@ -703,7 +703,7 @@ async def test_client_that_left_before_the_worker_was_asked() -> None:
 async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
     """Before the store has created the claim, or after, with the reply on its way."""
     store = ScriptedStore(MemoryStore())
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     gate = asyncio.Event()
     (store.after if done else store.before)["create"] = gate
     async with bench(worker, store=store) as b:
@@ -714,7 +714,7 @@ async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
         for client in clients:
             await client.finish()
         assert b.outcomes() == {"aborted": 3}
-        assert not worker.connections
+        assert not worker.peers
         gate.set()
         assert (await b.get(SESSION)).status == 200
 
@@ -723,7 +723,7 @@ async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
 async def test_client_leaves_while_its_final_turn_is_bound(done: bool) -> None:
     """What is claimed for it is closed again: nobody else would."""
     store = ScriptedStore(MemoryStore())
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     gate = asyncio.Event()
     (store.after if done else store.before)["create"] = gate
     async with bench(worker, store=store) as b:
@@ -734,7 +734,7 @@ async def test_client_leaves_while_its_final_turn_is_bound(done: bool) -> None:
         gate.set()
         await client.finish()
         assert b.outcomes() == {"aborted": 1}
-        assert not worker.connections
+        assert not worker.peers
         await until(lambda: not b.affinity.pending_closes)
         assert await b.claim() is None
 
@@ -744,11 +744,11 @@ async def test_client_leaves_while_a_connection_is_made() -> None:
         await peer.gone()
 
     async with (
-        ByteWorker(silent) as worker,
+        Worker(silent) as worker,
         bench(f"https://127.0.0.1:{worker.port}", tls=ssl.create_default_context()) as b,
     ):
         client = b.request(SESSION).start()
-        await until(lambda: worker.connections)
+        await until(lambda: worker.peers)
         assert b.worker().in_flight == 1
         client.leave()
         await client.finish()
@@ -759,7 +759,7 @@ async def test_client_leaves_while_a_connection_is_made() -> None:
 async def test_client_leaves_in_the_step_in_which_the_answer_comes() -> None:
     """At each moment of a turn's life, counted in steps of the loop."""
     for steps in range(40):
-        worker = ByteWorker(answers(STREAM + chunk(DONE) + END))
+        worker = Worker(answers(STREAM + chunk(DONE) + END))
         async with bench(worker) as b:
             client = b.request(SESSION, FINAL).start()
             await until(lambda w=worker: w.requests)  # type: ignore[misc]
@@ -777,7 +777,7 @@ async def test_turn_is_cancelled_at_any_moment(steps: int) -> None:
     """As uvicorn does with turns that outlive the shutdown's limit."""
     store = ScriptedStore(MemoryStore())
     store.jitter = lambda: 0
-    worker = ByteWorker(answers(STREAM + chunk(b"data: a\n\n")))
+    worker = Worker(answers(STREAM + chunk(b"data: a\n\n")))
     async with bench(worker, store=store) as b:
         client = b.request(SESSION, FINAL).start()
         for _ in range(steps):
@@ -808,7 +808,7 @@ async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_sam
 
 
 async def final_turn(
-    script: Callable[[Peer], Any], check: Callable[[AsgiClient, ScriptedStore, Any], Any], **settings: Any
+    script: Callable[[Peer], Any], check: Callable[[Call, ScriptedStore, Any], Any], **settings: Any
 ) -> None:
     """Runs a final turn whose close is held, calls `check` once the close is asked for, and lets it be done."""
     inner = MemoryStore()
@@ -837,7 +837,7 @@ async def test_done_marker_waits_for_the_close(more: bool) -> None:
 
     seen: list[bytes] = []
 
-    async def check(client: AsgiClient, store: ScriptedStore, b: Any) -> None:
+    async def check(client: Call, store: ScriptedStore, b: Any) -> None:
         seen.append(client.body)
         assert await b.claim() is not None
 
@@ -889,7 +889,7 @@ async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
         if wire[-4:] != b"\r\n\r\n" or b"length" in wire:
             await peer.gone()
 
-    clients: list[AsgiClient] = []
+    clients: list[Call] = []
 
     def client_body() -> bytes:
         return clients[0].body
@@ -908,7 +908,7 @@ async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
 
 
 async def test_answer_without_body_waits_for_the_close() -> None:
-    async def check(client: AsgiClient, store: ScriptedStore, b: Any) -> None:
+    async def check(client: Call, store: ScriptedStore, b: Any) -> None:
         assert not client.complete
 
     await final_turn(answers(b"HTTP/1.1 204 No Content\r\n\r\n"), check)
@@ -996,7 +996,7 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
         await peer.send(chunk(DONE) + END)
         await peer.gone()
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker, store=store) as b:
         final = b.request(SESSION, FINAL).start()
         await until(lambda: final.body)

@@ -1,4 +1,8 @@
-"""A proxy with its workers, claims and counters, wired by hand as app/main.py does, and checked to be at rest after."""
+"""A router in the test's own loop with its workers, claims and counters, checked to be at rest after.
+
+Wired by hand as app/main.py does, but without the control plane, which takes a hundred times as long to make as the
+rest: hundreds of tests have one each. Only `Bench.__init__` knows what a proxy is made of.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,24 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import uvicorn
+
 from app.fleet.policies import Policy, least_loaded
 from app.fleet.workers import Fleet, Worker, make_worker
+from app.http.client import ClientLimits, client_protocol
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
 from app.turn.turn import Limits, Proxy
 from backends.base import ClaimStore
 from backends.memory import MemoryStore
-from tests.support.fakes import AsgiClient, ByteWorker, Script, until
+from tests.support import raw
+from tests.support.client import Call, Entrance
+from tests.support.raw import Script, until
 
 SESSION = (b"x-dynamo-session-id", b"s1")
 FINAL = (b"x-dynamo-session-final", b"true")
 JSON = (b"content-type", b"application/json")
-
-OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
-STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-END = b"0\r\n\r\n"
-DONE = b"data: [DONE]\n\n"
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class Bench:
@@ -40,6 +40,7 @@ class Bench:
         store: ClaimStore | None = None,
         policy: Policy | None = None,
         limits: Limits | None = None,
+        client_limits: ClientLimits | None = None,
         connect_limit: float = 5.0,
         idle_limit: float = 60.0,
         tls: Any = None,
@@ -64,14 +65,30 @@ class Bench:
             metrics=self.metrics,
             limits=limits or Limits(),
         )
+        self.config = uvicorn.Config(
+            _own,
+            http=client_protocol(lambda path: self.proxy if path.startswith("/v1/") else None, limits=client_limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+        )
+        self.entrance = Entrance(self.config)
+
+    @property
+    def turns(self) -> int:
+        """Running now."""
+        return self.proxy.turns
 
     def worker(self, number: int = 0) -> Worker:
         return list(self.fleet)[number]
 
-    def request(self, *headers: tuple[bytes, bytes], **settings: Any) -> AsgiClient:
-        return AsgiClient(self.proxy, headers=list(headers), **settings)
+    def request(self, *headers: tuple[bytes, bytes], **settings: Any) -> Call:
+        return Call(self.entrance, headers, **settings)
 
-    async def get(self, *headers: tuple[bytes, bytes], **settings: Any) -> AsgiClient:
+    async def get(self, *headers: tuple[bytes, bytes], **settings: Any) -> Call:
         return await self.request(*headers, **settings).finish()
 
     async def claim(self, session: bytes = SESSION[1]) -> Any:
@@ -85,34 +102,38 @@ class Bench:
         return counted
 
     async def rest(self) -> None:
-        """Every counter is 0, and no connection is open that is not idle."""
-        await until(lambda: not self.proxy.turns and not self.affinity._resolutions)
-        await until(lambda: all(worker.pool.open == worker.pool.idle for worker in self.fleet))
-        for worker in self.fleet:
-            assert (worker.in_flight, worker.reserved) == (0, 0)
+        """No turn runs, and every counter is 0."""
+        await until(lambda: not self.turns)
+        await until(lambda: all(target.load == 0 for worker in self.fleet for target in worker.targets))
         assert self.affinity.active_turns == 0
-        assert not self.affinity._active
+
+    async def close(self) -> None:
+        await self.affinity.aclose()
+        self.fleet.close()
+        await self.entrance.close()
+        await until(lambda: all(worker.pool.open == 0 for worker in self.fleet))  # none that a turn has kept
+
+
+async def _own(scope: Any, receive: Any, send: Any) -> None:
+    """What stands for the control plane."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
+    await send({"type": "http.response.body", "body": b"own"})
 
 
 @contextlib.asynccontextmanager
-async def bench(*scripts: Script | ByteWorker | str, **settings: Any) -> AsyncIterator[Bench]:
-    """A proxy in front of one worker for each script; a ByteWorker or a URL is taken as it is."""
+async def bench(*scripts: Script | raw.Worker | str, **settings: Any) -> AsyncIterator[Bench]:
+    """A proxy in front of one worker for each script; one that runs already is given by its URL."""
     async with contextlib.AsyncExitStack() as stack:
         urls = []
         for script in scripts:
-            if isinstance(script, str):
-                urls.append(script)
-                continue
-            worker = script if isinstance(script, ByteWorker) else ByteWorker(script)
-            if not worker.port:
-                await stack.enter_async_context(worker)
-            urls.append(f"http://127.0.0.1:{worker.port}")
+            if not isinstance(script, str):
+                worker = script if isinstance(script, raw.Worker) else raw.Worker(script)
+                script = (await stack.enter_async_context(worker)).url
+            urls.append(script)
         made = Bench(urls, **settings)
         made.affinity.start()
         try:
             yield made
             await made.rest()
         finally:
-            await made.affinity.aclose()
-            made.fleet.close()
-            await until(lambda: all(worker.pool.open == 0 for worker in made.fleet))
+            await made.close()

@@ -559,7 +559,8 @@ class Turn:
         connection.relay(self)
         if status == 101:
             self._send_on(connection)
-        self._client.flush()
+        if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
+            self._client.flush()
         if not self._done.is_set or self._fault is not None:
             await self._wait()
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end

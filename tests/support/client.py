@@ -32,7 +32,7 @@ class Entrance:
         config.load()
         self._config = config
         self._door = socket.create_server(("127.0.0.1", 0))
-        self._states: list[ServerState] = []
+        self._made: list[tuple[asyncio.Transport, ServerState]] = []
 
     async def connect(self, *, peer: str | None = None, little: bool = False) -> tuple[Client, ServerState]:
         """A client's connection, and what a server knows of it alone: `connections` is empty when the router has seen
@@ -53,17 +53,20 @@ class Entrance:
         if peer is not None:
             kind = _seen_from(kind, peer)
         state = ServerState()
-        self._states.append(state)
         loop = asyncio.get_running_loop()
-        await loop.connect_accepted_socket(
+        transport, _ = await loop.connect_accepted_socket(
             lambda: kind(config=self._config, server_state=state, app_state={}, _loop=loop), accepted
         )
+        self._made.append((transport, state))
         return Client(raw), state
 
     async def close(self) -> None:
-        """When every client has gone."""
+        """Cut every client that is still there, and wait until nothing runs for any."""
         self._door.close()
-        await until(lambda: not any(state.connections or state.tasks for state in self._states))
+        for transport, state in self._made:
+            if state.connections:
+                transport.abort()
+        await until(lambda: not any(state.connections or state.tasks for _, state in self._made))
 
 
 class Call:

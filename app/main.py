@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
 
 from app.admin import add_admin
 from app.config import Settings, WorkerSpec
@@ -34,8 +33,8 @@ _LAG_EVERY = 0.1
 
 
 class Router(FastAPI):
-    """The application. Proxied paths go straight to the data plane and never enter the framework's middleware or
-    routing; FastAPI answers all others."""
+    """The application. Its FastAPI half answers the control plane; requests for proxied paths are given to `proxy` by
+    the client's protocol (`app/http/client.py`) and never come here."""
 
     proxy: Proxy
     affinity: Affinity
@@ -50,12 +49,6 @@ class Router(FastAPI):
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # the framework's own; ours is 400
         return described
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_proxied(scope["path"]):
-            await self.proxy(scope, receive, send)  # type: ignore[arg-type]  # ASGI servers give coroutine functions
-        else:
-            await super().__call__(scope, receive, send)
 
 
 def is_proxied(path: str) -> bool:

@@ -27,7 +27,6 @@ from app.errors import ClientDisconnected, TurnError, error_body, error_response
 from app.fleet.policies import WORKER_HINT, Policy, least_loaded
 from app.fleet.workers import Fleet, Target, Worker
 from app.http import sse
-from app.http.asgi import AsgiClient, Receive, Scope, Send
 from app.http.headers import (
     FORWARDED,
     NOT_TO_WORKER,
@@ -179,7 +178,7 @@ _NO_IDENTITY = Identity()
 
 
 class Proxy:
-    """The ASGI application of the proxied paths. One per router; holds what its turns share."""
+    """Opens the turns of the proxied paths. One per router; holds what they share."""
 
     def __init__(
         self,
@@ -227,9 +226,6 @@ class Proxy:
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 0.0
         self._request_prefix = os.urandom(8).hex().encode()
         self._request_count = itertools.count(1)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await AsgiClient(scope, receive, send).run(self.open)
 
     def open(self, client: Client, over: Callable[[Exception | None], None]) -> Turn:
         """Begin a turn. `over` is called when it has ended, with the fault that ended it if the server must cut the
@@ -951,11 +947,6 @@ class Turn:
         elif connection is not None:
             connection.last_read = self.loop.time()  # the wait was not the worker's
             connection.resume()
-
-    def client_failed(self, fault: Exception) -> None:
-        """The server cannot answer any more. Raised where the turn waits; in a callback nobody would hear it."""
-        self._fault = fault
-        self._finish()
 
     # -- the sink: called from the worker's connection
 

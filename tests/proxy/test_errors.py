@@ -19,7 +19,7 @@ from backends.memory import MemoryStore
 from tests.support.bench import JSON, SESSION, bench
 from tests.support.client import Call
 from tests.support.fakes import ScriptedStore
-from tests.support.raw import OK, STREAM, Peer, Worker, answers, until
+from tests.support.raw import OK, STREAM, Peer, Worker, answers, tells, until
 
 Header = tuple[bytes, bytes]
 
@@ -205,11 +205,6 @@ async def test_worker_that_never_finishes_connecting() -> None:
             assert told(await b.get())[:2] == (503, "worker_unreachable")
 
 
-async def speaks(peer: Peer, response: bytes) -> None:
-    await peer.request()
-    await peer.send(response)
-
-
 BAD_ANSWERS: list[tuple[str, bytes, tuple[int, str, bytes | None]]] = [
     ("nothing", b"", (502, "worker_reset", None)),
     ("half a head", b"HTTP/1.1 200 OK\r\ncontent-le", (502, "worker_reset", None)),
@@ -242,10 +237,7 @@ BAD_ANSWERS: list[tuple[str, bytes, tuple[int, str, bytes | None]]] = [
 
 @pytest.mark.parametrize(("response", "answer"), [case[1:] for case in BAD_ANSWERS], ids=[c[0] for c in BAD_ANSWERS])
 async def test_bad_answer(response: bytes, answer: tuple[int, str, bytes | None]) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, response)
-
-    worker = Worker(script)
+    worker = Worker(tells(response, stays=False))
     async with bench(worker) as b:
         client = await b.get(SESSION)
         status, code, param, should_retry, retry_after = told(client)
@@ -269,11 +261,7 @@ async def test_worker_reset_by_force() -> None:
 @pytest.mark.parametrize("limits", [Limits(first_byte=0.05), Limits(total=0.05)])
 @pytest.mark.parametrize("before", [b"", b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 2"])
 async def test_worker_timeout(limits: Limits, before: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, before)
-        await peer.gone()
-
-    async with bench(script, limits=limits) as b:
+    async with bench(tells(before), limits=limits) as b:
         assert told(await b.get(SESSION)) == (504, "worker_timeout", None, b"false", None)
         assert b.worker().available  # slow is not lost
 
@@ -302,10 +290,7 @@ def last_event(client: Call) -> dict[str, Any]:
 
 
 async def test_broken_stream_says_so_and_does_not_end() -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, STREAM + b"8\r\ndata: a\n\r\n")
-
-    async with bench(script) as b:
+    async with bench(tells(STREAM + b"8\r\ndata: a\n\r\n", stays=False)) as b:
         client = await b.get(SESSION)
         assert client.status == 200
         assert not client.complete
@@ -316,11 +301,7 @@ async def test_broken_stream_says_so_and_does_not_end() -> None:
 
 @pytest.mark.parametrize("limits", [Limits(idle=0.05), Limits(total=0.5)])
 async def test_stalled_stream(limits: Limits) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\n")
-        await peer.gone()
-
-    async with bench(script, limits=limits) as b:
+    async with bench(tells(STREAM + b"9\r\ndata: a\n\n\r\n"), limits=limits) as b:
         client = await b.get()
         assert last_event(client)["code"] == "worker_stalled"
         assert not client.complete
@@ -336,10 +317,7 @@ async def test_stalled_stream(limits: Limits) -> None:
     ],
 )
 async def test_what_is_no_plain_event_stream_is_only_cut(head: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + b"5\r\n")
-
-    async with bench(script) as b:
+    async with bench(tells(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + b"5\r\n", stays=False)) as b:
         client = await b.get()
         assert not client.complete
         assert client.body in (b"", b"5\r\n")
@@ -347,11 +325,7 @@ async def test_what_is_no_plain_event_stream_is_only_cut(head: bytes) -> None:
 
 
 async def test_garbage_inside_the_body_breaks_the_stream() -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\nnot a chunk\r\n")
-        await peer.gone()
-
-    async with bench(script) as b:
+    async with bench(tells(STREAM + b"9\r\ndata: a\n\n\r\nnot a chunk\r\n")) as b:
         client = await b.get()
         assert last_event(client)["code"] == "worker_stream_broken"
         assert not client.complete

@@ -16,11 +16,10 @@ import pytest
 from app.fleet.workers import Target
 from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
-from backends.memory import MemoryStore
-from tests.support.bench import FINAL, JSON, SESSION, bench
+from tests.support.bench import FINAL, JSON, SESSION, Bench, bench
 from tests.support.client import Call
-from tests.support.fakes import ScriptedStore, settle
-from tests.support.raw import DONE, END, OK, STREAM, Peer, Worker, answers, chunk, still, until
+from tests.support.fakes import settle
+from tests.support.raw import DONE, END, OK, STREAM, Peer, Script, Worker, answers, chunk, still, tells, until
 
 MIB = 1 << 20
 
@@ -187,10 +186,7 @@ async def test_connection_goes_on_after_head() -> None:
 
 
 async def test_answer_to_head_with_a_body_costs_the_connection() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500)
-        await peer.gone()
+    script = tells(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500)
 
     worker = Worker(script, answers(OK))
     async with bench(worker) as b:
@@ -235,11 +231,7 @@ async def test_interim_and_final_response_in_one_segment() -> None:
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n"])
 async def test_close_delimited_answer_is_complete(head: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(head + b"\r\n", b"ab", b"cd")
-
-    async with bench(script) as b:
+    async with bench(tells(head + b"\r\n", b"ab", b"cd", stays=False)) as b:
         client = await b.get()
         assert (client.body, client.complete) == (b"abcd", True)
         assert b.outcomes() == {"completed": 1}
@@ -259,10 +251,7 @@ async def test_connection_that_the_worker_will_close_is_not_reused() -> None:
 async def test_more_than_one_answer_costs_the_connection(extra: bytes, later: bool) -> None:
     """A second answer must never be taken for that of the next request."""
 
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(*((OK, extra) if later else (OK + extra,)))
-        await peer.gone()
+    script = tells(*((OK, extra) if later else (OK + extra,)))
 
     worker = Worker(script, answers(OK.replace(b"{}", b"[]")))
     async with bench(worker) as b:
@@ -328,12 +317,7 @@ async def test_coded_bodies_are_not_looked_into() -> None:
 async def test_answer_in_the_smallest_pieces(size: int) -> None:
     wire = STREAM + chunk(b"data: a\n\n") + chunk(DONE) + END
 
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(*(wire[at : at + size] for at in range(0, len(wire), size)))
-        await peer.gone()
-
-    async with bench(script) as b:
+    async with bench(tells(*(wire[at : at + size] for at in range(0, len(wire), size)))) as b:
         client = await b.get(SESSION)
         assert (client.body, client.complete) == (b"data: a\n\n" + DONE, True)
 
@@ -410,9 +394,7 @@ async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -
 
 
 async def test_idle_connection_closed_by_the_worker_leaves_the_pool() -> None:
-    async def once(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(OK)
+    once = tells(OK, stays=False)
 
     worker = Worker(once)
     async with bench(worker) as b:
@@ -615,21 +597,13 @@ async def test_client_leaves_while_it_is_slow() -> None:
 # -- a client that leaves
 
 
-async def hangs(peer: Peer) -> None:
-    await peer.request()
-    await peer.gone()
+hangs = tells()
 
 
-async def hangs_after_head(peer: Peer) -> None:
-    await peer.request()
-    await peer.send(STREAM)
-    await peer.gone()
+hangs_after_head = tells(STREAM)
 
 
-async def hangs_in_stream(peer: Peer) -> None:
-    await peer.request()
-    await peer.send(STREAM + chunk(b"data: a\n\n"))
-    await peer.gone()
+hangs_in_stream = tells(STREAM + chunk(b"data: a\n\n"))
 
 
 @pytest.mark.parametrize("final", [False, True])
@@ -671,13 +645,12 @@ async def test_client_leaves_while_sending_its_body() -> None:
 @pytest.mark.parametrize("done", [False, True])
 async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
     """Before the store has created the claim, or after, with the reply on its way."""
-    store = ScriptedStore(MemoryStore())
     worker = Worker(answers(OK))
     gate = asyncio.Event()
-    (store.after if done else store.before)["create"] = gate
-    async with bench(worker, store=store) as b:
+    async with bench(worker) as b:
+        (b.store.after if done else b.store.before)["create"] = gate
         clients = [b.request(SESSION).start() for _ in range(3)]
-        await until(lambda: store.calls["create"])
+        await until(lambda: b.store.calls["create"])
         for client in clients:
             client.leave()
         for client in clients:
@@ -691,13 +664,12 @@ async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
 @pytest.mark.parametrize("done", [False, True])
 async def test_client_leaves_while_its_final_turn_is_bound(done: bool) -> None:
     """What is claimed for it is closed again: nobody else would."""
-    store = ScriptedStore(MemoryStore())
     worker = Worker(answers(OK))
     gate = asyncio.Event()
-    (store.after if done else store.before)["create"] = gate
-    async with bench(worker, store=store) as b:
+    async with bench(worker) as b:
+        (b.store.after if done else b.store.before)["create"] = gate
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["create"])
+        await until(lambda: b.store.calls["create"])
         client.leave()
         await asyncio.sleep(0.01)
         gate.set()
@@ -741,9 +713,8 @@ async def test_client_leaves_in_the_step_in_which_the_answer_comes() -> None:
 @pytest.mark.parametrize("steps", [*range(20), 25, 30, 40, 50])
 async def test_turn_is_cancelled_at_any_moment(steps: int) -> None:
     """As uvicorn does with turns that outlive the shutdown's limit."""
-    store = ScriptedStore(MemoryStore())
-    store.jitter = lambda: 0
-    async with bench(answers(STREAM + chunk(b"data: a\n\n")), store=store) as b:
+    async with bench(answers(STREAM + chunk(b"data: a\n\n"))) as b:
+        b.store.jitter = lambda: 0
         client = (await b.request(SESSION, FINAL).connect()).start()
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -757,11 +728,10 @@ async def test_turn_is_cancelled_at_any_moment(steps: int) -> None:
 @pytest.mark.parametrize("steps", range(8))
 async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_same_step(steps: int) -> None:
     """Whichever of the two comes first: in one of these steps both are on their way."""
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["create"] = asyncio.Event()
-    async with bench(hangs, store=store) as b:
+    async with bench(hangs) as b:
+        gate = b.store.hold("create")
         client = b.request(SESSION).start()
-        await until(lambda: store.calls["create"])
+        await until(lambda: b.store.calls["create"])
         gate.set()
         for _ in range(steps):
             await asyncio.sleep(0)
@@ -774,18 +744,14 @@ async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_sam
 # -- the end of a session
 
 
-async def final_turn(
-    script: Callable[[Peer], Any], check: Callable[[Call, ScriptedStore, Any], Any], **settings: Any
-) -> None:
+async def final_turn(script: Script, check: Callable[[Call, Bench], Any]) -> None:
     """Runs a final turn whose close is held, calls `check` once the close is asked for, and lets it be done."""
-    inner = MemoryStore()
-    store = ScriptedStore(inner)
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store, **settings) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
-        await check(client, store, b)
+        await check(client, b)
         gate.set()
         await client.finish()
         assert client.complete
@@ -804,7 +770,7 @@ async def test_done_marker_waits_for_the_close(more: bool) -> None:
 
     seen: list[bytes] = []
 
-    async def check(client: Call, store: ScriptedStore, b: Any) -> None:
+    async def check(client: Call, b: Bench) -> None:
         seen.append(client.body)
         assert await b.claim() is not None
 
@@ -816,15 +782,14 @@ async def split_at(at: int, wire: bytes) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(wire[:at]))
-        await until(lambda: client.body or store.calls["close"])
+        await until(lambda: client.body or b.store.calls["close"])
         await peer.send(chunk(wire[at:]) + END)
         await peer.gone()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         assert b"[DONE]" not in client.body
         gate.set()
         await client.finish()
@@ -861,12 +826,10 @@ async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
     def client_body() -> bytes:
         return clients[0].body
 
-    inner = MemoryStore()
-    store = ScriptedStore(inner)
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         clients.append(b.request(SESSION, FINAL).start())
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert not clients[0].complete
         gate.set()
@@ -875,22 +838,17 @@ async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
 
 
 async def test_answer_without_body_waits_for_the_close() -> None:
-    async def check(client: Call, store: ScriptedStore, b: Any) -> None:
+    async def check(client: Call, b: Bench) -> None:
         assert not client.complete
 
     await final_turn(answers(b"HTTP/1.1 204 No Content\r\n\r\n"), check)
 
 
 async def test_error_event_waits_for_the_close() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(STREAM + chunk(b"data: a\n\n"))
-
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(tells(STREAM + chunk(b"data: a\n\n"), stays=False)) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert client.body == b"data: a\n\n"
         gate.set()
@@ -900,9 +858,8 @@ async def test_error_event_waits_for_the_close() -> None:
 
 
 async def test_close_that_hangs_holds_the_end_only_so_long() -> None:
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(answers(STREAM + chunk(DONE) + END), store=store, close_limit=0.05) as b:
+    async with bench(answers(STREAM + chunk(DONE) + END), close_limit=0.05) as b:
+        gate = b.store.hold("close")
         client = await b.get(SESSION, FINAL)
         assert (client.body, client.complete) == (DONE, True)
         assert b.affinity.pending_closes == 1
@@ -913,9 +870,8 @@ async def test_close_that_hangs_holds_the_end_only_so_long() -> None:
 
 @pytest.mark.parametrize("fault", [StoreUnavailable("no"), OutcomeUnknown("late")])
 async def test_close_that_fails_is_tried_on(fault: Exception) -> None:
-    store = ScriptedStore(MemoryStore())
-    store.next_faults["close"] = deque([fault])
-    async with bench(answers(OK), store=store) as b:
+    async with bench(answers(OK)) as b:
+        b.store.next_faults["close"] = deque([fault])
         client = await b.get(SESSION, FINAL)
         assert client.complete
         assert await b.claim() is None
@@ -952,7 +908,6 @@ async def test_final_turn_that_is_refused_for_good_ends_its_session() -> None:
 
 
 async def test_last_turn_out_closes_before_its_own_end() -> None:
-    store = ScriptedStore(MemoryStore())
     go: dict[int, asyncio.Event] = {1: asyncio.Event(), 2: asyncio.Event()}
 
     async def script(peer: Peer) -> None:
@@ -963,7 +918,7 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
         await peer.send(chunk(DONE) + END)
         await peer.gone()
 
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
         final = b.request(SESSION, FINAL).start()
         await until(lambda: final.body)
         other = b.request(SESSION).start()
@@ -972,9 +927,9 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
         await final.finish()
         assert final.complete
         assert await b.claim() is not None  # the other one is still here
-        gate = store.before["close"] = asyncio.Event()
+        gate = b.store.hold("close")
         go[2].set()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert other.body == b"data: a\n\n"
         gate.set()
@@ -1002,10 +957,9 @@ async def test_turn_that_has_joined_at_the_marker_and_leaves_before_the_end() ->
         await peer.send(OK)
         await peer.gone()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
     worker = Worker(script, joins)
-    async with bench(worker, store=store) as b:
+    async with bench(worker) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
         await until(lambda: client.body)
         other = b.request(SESSION).start()
@@ -1014,9 +968,9 @@ async def test_turn_that_has_joined_at_the_marker_and_leaves_before_the_end() ->
         await until(lambda: client.body == b"data: a\n\n" + DONE)
         over.set()
         await other.finish()
-        assert not store.calls["close"]
+        assert not b.store.calls["close"]
         end.set()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert not client.complete
         gate.set()
@@ -1029,15 +983,14 @@ async def test_data_that_comes_while_the_claim_is_closed_stays_in_order() -> Non
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(b"data: a\n\n" + DONE))
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await peer.send(chunk(b": more\n\n"), chunk(b": and more\n\n"), END)
         await peer.gone()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.02)
         assert client.body == b""
         gate.set()
@@ -1050,14 +1003,13 @@ async def test_failure_while_the_claim_is_closed() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(b"data: a\n\n" + DONE))
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         peer.reset()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await until(lambda: b.worker().pool.open == 0)
         gate.set()
         await client.finish()
@@ -1074,14 +1026,14 @@ async def test_client_leaves_while_its_claim_is_closed(held: bytes, outcome: str
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(DONE))
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await peer.send(held)
         came.set()
         await peer.gone()
 
-    store, came = ScriptedStore(MemoryStore()), asyncio.Event()
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    came = asyncio.Event()
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL, little=True)
         client.stall()
         client.start()
@@ -1103,16 +1055,16 @@ async def test_slow_client_gets_the_held_end() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(DONE))
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await peer.send(chunk(EVENT))
         await released.wait()
         await peer.send(chunk(b": tail\n\n") + END)
         await peer.gone()
 
-    store, released = ScriptedStore(MemoryStore()), asyncio.Event()
-    gate = store.before["close"] = asyncio.Event()
+    released = asyncio.Event()
     worker = Worker(script)
-    async with bench(worker, store=store) as b:
+    async with bench(worker) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL, little=True)
         client.stall()
         client.start()
@@ -1131,8 +1083,7 @@ async def test_slow_client_gets_the_held_end() -> None:
 
 
 async def test_what_the_affinity_header_says() -> None:
-    store = ScriptedStore(MemoryStore())
-    async with bench(answers(OK), answers(OK), store=store) as b:
+    async with bench(answers(OK), answers(OK)) as b:
 
         async def how(*headers: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
             client = await b.get(*headers)
@@ -1142,10 +1093,10 @@ async def test_what_the_affinity_header_says() -> None:
         outcome, worker = await how(SESSION)
         assert outcome == b"created"
         assert await how(SESSION) == (b"cached", worker)
-        store.drop_watch()
+        b.store.drop_watch()
         await settle()
         assert await how(SESSION) == (b"stored", worker)
-        store.go_away()
+        b.store.go_away()
         outcome, worker = await how((b"session-id", b"other"))
         assert outcome == b"degraded"
         assert await how((b"session-id", b"other")) == (b"degraded", worker)

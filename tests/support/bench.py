@@ -19,10 +19,10 @@ from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
 from app.turn.turn import Limits, Proxy
-from backends.base import ClaimStore
 from backends.memory import MemoryStore
 from tests.support import raw
 from tests.support.client import Call, Entrance
+from tests.support.fakes import ScriptedStore
 from tests.support.raw import Script, until
 
 SESSION = (b"x-dynamo-session-id", b"s1")
@@ -37,7 +37,7 @@ class Bench:
         self,
         urls: Sequence[str],
         *,
-        store: ClaimStore | None = None,
+        store: ScriptedStore | None = None,
         policy: Policy | None = None,
         limits: Limits | None = None,
         client_limits: ClientLimits | None = None,
@@ -46,7 +46,7 @@ class Bench:
         tls: Any = None,
         **affinity: Any,
     ) -> None:
-        self.store = store or MemoryStore()
+        self.store = store or ScriptedStore(MemoryStore())
         self.metrics = Metrics()
         self.fleet = Fleet(
             make_worker(url, name=f"w{number}", connect_limit=connect_limit, idle_limit=idle_limit, tls=tls)

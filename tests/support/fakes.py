@@ -160,6 +160,10 @@ class ScriptedStore:
 
     # -- the script
 
+    def hold(self, op: str) -> asyncio.Event:
+        """Have every call of an operation wait, before it is done, for the event that is answered."""
+        return self.before.setdefault(op, asyncio.Event())
+
     def go_away(self) -> None:
         """No call is answered any more, and the watch dies."""
         self.broken["all"] = StoreUnavailable

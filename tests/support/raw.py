@@ -208,6 +208,18 @@ def answers(*pieces: bytes) -> Script:
     return script
 
 
+def tells(*pieces: bytes, stays: bool = True) -> Script:
+    """One answer to one request; then the worker closes, or stays until the router leaves."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(*pieces)
+        if stays:
+            await peer.gone()
+
+    return script
+
+
 async def echoes(peer: Peer) -> None:
     """Says each request's body back."""
     while True:

@@ -172,7 +172,7 @@ async def _(rooms: Rooms) -> None:
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
         await room.turn("s")
-        gate = room.stores[0].before["close"] = asyncio.Event()
+        gate = room.stores[0].hold("close")
         final = room.start("s", final=True)
         await until(lambda: room.stores[0].calls["close"])
         successor = await room.claim_at("w1", "s")

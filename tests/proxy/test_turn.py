@@ -618,7 +618,7 @@ async def test_client_leaves_while_the_worker_works(script: Callable[[Peer], Any
     worker = Worker(watched)
     async with bench(worker) as b:
         client = b.request(SESSION, *([FINAL] if final else [])).start()
-        told = {hangs: (0, b""), hangs_after_head: (200, b""), hangs_in_stream: (200, b"data: a\n\n")}[script]  # type: ignore[index]
+        told = {hangs: (0, b""), hangs_after_head: (200, b""), hangs_in_stream: (200, b"data: a\n\n")}[script]
         await until(lambda: worker.requests and (client.status, client.body) == told)
         client.leave()
         await client.finish()

@@ -7,7 +7,7 @@ rest: hundreds of tests have one each. Only `Bench.__init__` knows what a proxy 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -102,16 +102,25 @@ class Bench:
         return counted
 
     async def rest(self) -> None:
-        """No turn runs, and every counter is 0."""
-        await until(lambda: not self.turns)
-        await until(lambda: all(target.load == 0 for worker in self.fleet for target in worker.targets))
-        assert self.affinity.active_turns == 0
+        await at_rest(lambda: self.turns, self.affinity, self.fleet)
 
     async def close(self) -> None:
         await self.affinity.aclose()
         self.fleet.close()
         await self.entrance.close()
-        await until(lambda: all(worker.pool.open == 0 for worker in self.fleet))  # none that a turn has kept
+        await all_closed(self.fleet)
+
+
+async def at_rest(turns: Callable[[], int], affinity: Affinity, fleet: Fleet) -> None:
+    """Wait until no turn runs; then every counter must be 0."""
+    await until(lambda: not turns())
+    await until(lambda: all(target.load == 0 for worker in fleet for target in worker.targets))
+    assert affinity.active_turns == 0
+
+
+async def all_closed(fleet: Fleet) -> None:
+    """Wait until no connection of a closed fleet is open: a turn that has kept its own has leaked it."""
+    await until(lambda: all(worker.pool.open == 0 for worker in fleet))
 
 
 async def _own(scope: Any, receive: Any, send: Any) -> None:

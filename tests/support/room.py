@@ -26,6 +26,7 @@ from app.sessions.identity import KeyHasher
 from app.sessions.tenants import new_key
 from backends import Claim, ClaimStore, ClaimValue, open_store
 from backends.memory import MemoryStore
+from tests.support.bench import all_closed, at_rest
 from tests.support.client import Call, Entrance
 from tests.support.fakes import ScriptedStore
 from tests.support.http_model import Request
@@ -203,9 +204,8 @@ class Room:
     async def rest(self) -> None:
         """Whatever happened, everything was given back."""
         for app in self.replicas:
-            await until(lambda app=app: not app.proxy.turns and not app.affinity.pending_closes)  # type: ignore[misc]
-            await until(lambda app=app: all(t.load == 0 for w in app.fleet for t in w.targets))  # type: ignore[misc]
-            assert app.affinity.active_turns == 0
+            await at_rest(lambda app=app: app.proxy.turns, app.affinity, app.fleet)  # type: ignore[misc]
+            await until(lambda app=app: not app.affinity.pending_closes)  # type: ignore[misc]
 
 
 class Rooms:
@@ -255,7 +255,7 @@ class Rooms:
                 room.release()
             await room.rest()
         for app in room.replicas:
-            await until(lambda app=app: all(w.pool.open == 0 for w in app.fleet))  # type: ignore[misc]
+            await all_closed(app.fleet)
 
     def keys(self, *tenants: str) -> tuple[Path, list[str]]:
         """A file of API keys, and a key for each tenant."""

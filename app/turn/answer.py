@@ -53,7 +53,8 @@ class Answer:
         """Begin to pass the worker's body on. Answers whether all of it has gone by already; else await `ended`."""
         self._connection, self._binding = connection, binding
         connection.relay(self)
-        self._exchange.flush()
+        if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
+            self._exchange.flush()
         return self._written_end and not self.stalled
 
     async def ended(self) -> None:

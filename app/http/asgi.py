@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from app.errors import ClientDisconnected
 from app.http.headers import Header
-from app.http.inplace import Driven
+from app.http.inplace import Driven, settled
 
 log = logging.getLogger("coatcheck.asgi")
 
@@ -88,7 +88,7 @@ class AsgiClient:
 
     def watch(self) -> None:
         self._listening = Driven(self._received, self._deaf)
-        self._listening.start(self._receive())
+        self._listening.start(settled(asyncio.ensure_future(self._receive())))
 
     def interim(self, status: int, headers: list[Header]) -> None:
         """ASGI has no message for it."""
@@ -116,7 +116,7 @@ class AsgiClient:
             self._waiting.append(message)
         else:
             self._is_sending = True
-            self._sending.start(self._send(message))
+            self._sending.start(settled(asyncio.ensure_future(self._send(message))))
 
     def _sent(self, _: object) -> None:
         self._is_sending = False
@@ -134,7 +134,7 @@ class AsgiClient:
     def _received(self, message: Message | None) -> None:
         if message is not None and message["type"] == "http.request":
             assert self._listening is not None
-            self._listening.start(self._receive())
+            self._listening.start(settled(asyncio.ensure_future(self._receive())))
         elif self._turn is not None:
             self._turn.client_left()
 

@@ -218,9 +218,10 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     async with serving(script) as r:
         client = await r.connect()
         own = b"GET /own HTTP/1.1\r\nhost: r\r\n\r\n"
-        await client.ask(post(body=b'"1"') + own + post(body=b'"2"') + post(body=b'"3"'))
+        await client.ask(post(body=b'"1"') + post(body=b'"2"') + post(body=b'"3"') + own + post(body=b'"4"'))
         bodies = [(await client.answer())[1] for _ in range(4)]
-        assert bodies == [b'"1"', b"own", b'"2"', b'"3"']
+        assert bodies == [b'"1"', b'"2"', b'"3"', b"own"]
+        assert await client.closed()  # the control plane's answer is the last
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 7\r\n", b"transfer-encoding: chunked\r\n"])
@@ -512,7 +513,13 @@ async def test_client_that_leaves_before_its_next_turn_begins_leaves_nothing() -
         await client.ask(post())
         await client.answer()
         [protocol] = r.server.server_state.connections
-        protocol._start_next = protocol.transport.abort  # type: ignore[union-attr]
+        answered = protocol.answered  # type: ignore[union-attr]
+
+        def cut(keep_alive: bool) -> None:
+            protocol._advance = protocol.transport.abort  # type: ignore[union-attr]
+            answered(keep_alive)
+
+        protocol.answered = cut  # type: ignore[union-attr]
         await client.ask(post() + post())
         await client.answer()
         await until(lambda: not r.server.server_state.connections)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import types
 from collections import deque
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, Generator, MutableMapping
 from typing import Any, Protocol
 
 from app.errors import ClientDisconnected
 from app.http.headers import Header
-from app.http.inplace import Driven, settled
+from app.http.inplace import Driven, Wake
 
 log = logging.getLogger("coatcheck.asgi")
 
@@ -78,7 +79,7 @@ class AsgiClient:
     async def receive(self, least: int = 1) -> tuple[bytes, bool]:
         pieces, size, more = [], 0, True
         while more and size < least:
-            message = await self._receive()
+            message = await _in_place(self._receive())
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected
             pieces.append(message.get("body", b""))
@@ -88,7 +89,7 @@ class AsgiClient:
 
     def watch(self) -> None:
         self._listening = Driven(self._received, self._deaf)
-        self._listening.start(settled(asyncio.ensure_future(self._receive())))
+        self._listening.start(_in_place(self._receive()))
 
     def interim(self, status: int, headers: list[Header]) -> None:
         """ASGI has no message for it."""
@@ -116,7 +117,7 @@ class AsgiClient:
             self._waiting.append(message)
         else:
             self._is_sending = True
-            self._sending.start(settled(asyncio.ensure_future(self._send(message))))
+            self._sending.start(_in_place(self._send(message)))
 
     def _sent(self, _: object) -> None:
         self._is_sending = False
@@ -134,7 +135,7 @@ class AsgiClient:
     def _received(self, message: Message | None) -> None:
         if message is not None and message["type"] == "http.request":
             assert self._listening is not None
-            self._listening.start(settled(asyncio.ensure_future(self._receive())))
+            self._listening.start(_in_place(self._receive()))
         elif self._turn is not None:
             self._turn.client_left()
 
@@ -150,3 +151,29 @@ class AsgiClient:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
+
+
+@types.coroutine
+def _in_place(work: Coroutine[Any, Any, Any]) -> Generator[Wake, None, Any]:
+    """What a server's coroutine answers, which awaits futures."""
+    step: Callable[[], Any] = lambda: work.send(None)  # noqa: E731
+    try:
+        while True:
+            try:
+                future = step()
+            except StopIteration as stop:
+                return stop.value
+            done = Wake()
+            if future is None:  # a bare yield, as of asyncio.sleep(0)
+                asyncio.get_running_loop().call_soon(done.set)
+            else:
+                future._asyncio_future_blocking = False  # as a Task does with a future it is given
+                future.add_done_callback(lambda _, done=done: done.set())
+            try:
+                yield done
+            except BaseException as error:
+                step = lambda error=error: work.throw(error)  # type: ignore[misc]  # noqa: E731
+            else:
+                step = lambda: work.send(None)  # noqa: E731
+    finally:
+        work.close()

@@ -19,7 +19,7 @@ import functools
 import re
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -28,7 +28,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.errors import ClientDisconnected, TurnError, error_response
-from app.http.exchange import STATUS_LINES, Exchange, Proxy, Turn
+from app.http.exchange import STATUS_LINES, Exchange, Proxy, Turn, head_bytes
 from app.http.headers import Header, connection_named
 from app.http.inplace import Driven, Write, direct_write
 
@@ -52,6 +52,7 @@ _ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect"})
 _NOT_HANDED_OVER = frozenset({b"connection", b"content-length", b"transfer-encoding", b"expect"})
 _LARGE = 65536
 """Bytes of a body from which on it goes past the parser, which would copy it."""
+_ENDLESS = sys.maxsize
 _CONTROL_BODY = 1 << 20
 """Bytes that the body of a request to the control plane may have."""
 _LEFT_OVER = 64 << 20
@@ -191,8 +192,7 @@ class ClientProtocol(asyncio.Protocol):
             exchange.begin()
         elif self._error is not None and not self._lingers and not self.transport.is_closing():
             status, headers, body = error_response(self._error)
-            lines = [b"%b: %b\r\n" % pair for pair in headers]
-            self.transport.write(b"".join([STATUS_LINES[status], *lines, b"connection: close\r\n\r\n", body]))
+            self.transport.write(head_bytes(STATUS_LINES[status], [*headers, (b"connection", b"close")]) + body)
             self._hang_up()
 
     def answered(self, keep_alive: bool) -> None:
@@ -318,9 +318,7 @@ class _ControlTurn:
     """A request to the control plane, which gets only whole ones: so what is promised of slow and endless bodies, of
     leave to send them and of the order of answers holds there too, and the application never waits for a client."""
 
-    def __init__(
-        self, connection: ClientProtocol, client: Exchange, over: Callable[[Exception | None], None]
-    ) -> None:
+    def __init__(self, connection: ClientProtocol, client: Exchange, over: Callable[[Exception | None], None]) -> None:
         self._connection, self._client = connection, client
         self._driven = Driven(lambda _: over(None), over)
 
@@ -340,7 +338,7 @@ class _ControlTurn:
         client = self._client
         client.keep_alive = False
         try:
-            body, more = await client.receive(_CONTROL_BODY + 1)
+            body, _ = await client.receive(_CONTROL_BODY + 1)
             if len(body) > _CONTROL_BODY:
                 raise TurnError("request_too_large", f"the body of the request is larger than {_CONTROL_BODY} bytes")
         except ClientDisconnected:
@@ -350,11 +348,11 @@ class _ControlTurn:
             client.start(status, headers)
             client.write(answer, True)
             return
+        target = client.raw_path + b"?" + client.query if client.query else client.raw_path
         headers = [pair for pair in client.headers if pair[0] not in _NOT_HANDED_OVER]
         headers += ((b"connection", b"close"), (b"content-length", b"%d" % len(body)))
-        target = client.raw_path + b"?" + client.query if client.query else client.raw_path
         client.response_complete = True  # as far as we are concerned
-        self._connection.hand_over(_head(client.method, target, client.http_1_1, headers) + body)
+        self._connection.hand_over(head_bytes(_request_line(client.method, target, client.http_1_1), headers) + body)
 
 
 class _Reader:
@@ -417,6 +415,7 @@ class _Reader:
                     self._pass(data)
                     return
                 data, self._without_offer = self._without_offer + data, b""
+                self._parser = self._new_parser()  # this one may have seen the last request of the connection
                 continue
             except httptools.HttpParserCallbackError as error:
                 if isinstance(error.__context__, TurnError):
@@ -475,8 +474,9 @@ class _Reader:
         self.in_head = self._is_overhead = False
         parser, url, headers, connection = self._parser, self._url, self._headers, self._connection
         version = parser.get_http_version()
-        if self._may_be_large and len(url) + sum(map(_header_size, headers)) > connection.limits.head_bytes:
-            raise _head_too_large(connection.limits.head_bytes)
+        limit = connection.limits.head_bytes
+        if self._may_be_large and len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
+            raise _head_too_large(limit)
         http_1_1 = version == "1.1"
         if http_1_1:
             if self._hosts != 1:
@@ -497,21 +497,15 @@ class _Reader:
             if not switches:
                 # Go on as if it had offered nothing (RFC 9110 7.8): Java's client does in every request. httptools
                 # takes what follows for no HTTP then, be it the body.
-                self._without_offer = _head(method, url, http_1_1, (p for p in headers if p[0] != b"upgrade"))
+                line = _request_line(method, url, http_1_1)
+                self._without_offer = head_bytes(line, (pair for pair in headers if pair[0] != b"upgrade"))
                 return
-        keep_alive = http_1_1 and parser.should_keep_alive()
         self._exchange = exchange = Exchange(
-            connection,
-            connection if proxy is None else proxy,
-            method,
-            raw_path,
-            query,
-            headers,
-            http_1_1,
-            keep_alive,
-            self._expects_continue and http_1_1,
-            switches,
+            connection, connection if proxy is None else proxy, method, raw_path, query, headers, http_1_1
         )
+        exchange.keep_alive = http_1_1 and parser.should_keep_alive()
+        exchange.expects_continue = http_1_1 and self._expects_continue
+        exchange.switches = switches
         connection.enqueue(exchange)
 
     def on_body(self, body: bytes) -> None:
@@ -521,9 +515,6 @@ class _Reader:
     def on_message_complete(self) -> None:
         if not self._without_offer:
             self._exchange.received()  # type: ignore[union-attr]
-
-
-_ENDLESS = sys.maxsize
 
 
 @functools.lru_cache(maxsize=1024)
@@ -536,13 +527,8 @@ def _nowhere(data: bytes) -> None:
     """Where what is written to a lost connection goes."""
 
 
-def _header_size(header: Header) -> int:
-    return len(header[0]) + len(header[1]) + 4
-
-
-def _head(method: bytes, target: bytes, http_1_1: bool, headers: Iterable[Header]) -> bytes:
-    lines = [b"%b %b HTTP/1.%d\r\n" % (method, target, http_1_1), *(b"%b: %b\r\n" % pair for pair in headers), b"\r\n"]
-    return b"".join(lines)
+def _request_line(method: bytes, target: bytes, http_1_1: bool) -> bytes:
+    return b"%b %b HTTP/1.%d\r\n" % (method, target, http_1_1)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,7 +11,7 @@ import http
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from app.errors import ClientDisconnected, TurnError
@@ -53,24 +53,25 @@ class Connection(Protocol):
     def ended(self, exchange: Exchange) -> None: ...
 
 
-def status_line(status: int) -> bytes:
-    try:
-        phrase = http.HTTPStatus(status).phrase
-    except ValueError:
-        phrase = ""
-    return f"HTTP/1.1 {status} {phrase}\r\n".encode()
-
-
-STATUS_LINES = {status: status_line(status) for status in range(100, 600)}
+_PHRASES = {status.value: status.phrase for status in http.HTTPStatus}
+STATUS_LINES = {status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode() for status in range(100, 600)}
 _MUCH = 65536
 """Bytes that wait for the turn from which on the client is not read, unless the turn waits for more than these."""
 _RESET = struct.pack("ii", 1, 0)
+
+
+def head_bytes(first_line: bytes, headers: Iterable[Header]) -> bytes:
+    return b"".join([first_line, *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"])
 
 
 class Exchange:
     """One request and its answer, as `app.turn.turn.Client`."""
 
     # Defaults in the class: most requests never set most of these.
+    # The head, with what is given to `__init__`: `switches` is the protocol that it asks to go on with.
+    switches = b""
+    expects_continue = False
+    keep_alive = True
     # The request: `_pieces` are the `_size` bytes of its body that wait for the turn, which is woken by `_news`, while
     # it waits, when there are `_least` of them, or no `more_body` is to come, or none that can be read (`_refusal`).
     more_body = True
@@ -100,15 +101,11 @@ class Exchange:
         query: bytes,
         headers: list[Header],
         http_1_1: bool,
-        keep_alive: bool,
-        expects_continue: bool,
-        switches: bytes,
     ) -> None:
         self._connection, self._proxy = connection, proxy
         self.peer, self.scheme = connection.peer, connection.scheme
         self.method, self.raw_path, self.query, self.headers = method, raw_path, query, headers
-        self.http_1_1, self.keep_alive, self.switches = http_1_1, keep_alive, switches
-        self._expects_continue = expects_continue
+        self.http_1_1 = http_1_1
         self._pieces: list[bytes] = []
 
     # -- what its connection tells
@@ -192,8 +189,8 @@ class Exchange:
 
     async def receive(self, least: int = 1) -> tuple[bytes, bool]:
         self._least = least
-        if self._expects_continue:
-            self._expects_continue = False
+        if self.expects_continue:
+            self.expects_continue = False
             if self.more_body and not self._pieces and not self.response_started:
                 self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if self.more_body and self._size < least:
@@ -216,12 +213,11 @@ class Exchange:
 
     def interim(self, status: int, headers: list[Header]) -> None:
         if self.http_1_1 and not self.response_started and not self.disconnected:
-            lines = [b"%b: %b\r\n" % pair for pair in headers]
-            self._connection.transport.write(b"".join([STATUS_LINES[status], *lines, b"\r\n"]))
+            self._connection.transport.write(head_bytes(STATUS_LINES[status], headers))
 
     def start(self, status: int, headers: list[Header]) -> None:
         self.response_started = True
-        self._expects_continue = False
+        self.expects_continue = False
         lines = [STATUS_LINES[status]]
         if status == 101:
             lines += (b"connection: upgrade\r\nupgrade: ", self.switches, b"\r\n")

@@ -170,6 +170,7 @@ def defined(node: ast.AST) -> set[str]:
     return set()
 
 
+OURS = {each for module in MODULES.values() for node in ast.walk(module) for each in defined(node)}
 STILL_USED = {
     "app.cli": {"argparse._ArgumentGroup", "parser._actions"},
     "app.http.asgi": {"future._asyncio_future_blocking"},
@@ -180,7 +181,6 @@ STILL_USED = {
 @pytest.mark.parametrize("name", MODULES)
 def test_no_private_name_of_a_dependency_is_used(name: str) -> None:
     """Nothing of them is promised. What is private is looked up, but on modules, only under names that are ours."""
-    ours = {each for module in MODULES.values() for node in ast.walk(module) for each in defined(node)}
     foreign: set[str] = set()
     modules: set[str] = set()
     for node in ast.walk(MODULES[name]):
@@ -192,7 +192,7 @@ def test_no_private_name_of_a_dependency_is_used(name: str) -> None:
     for node in ast.walk(MODULES[name]):
         if isinstance(node, ast.Attribute) and private(node.attr):
             is_module = isinstance(node.value, ast.Name) and node.value.id in modules
-            if is_module or node.attr not in ours:
+            if is_module or node.attr not in OURS:
                 foreign.add(ast.unparse(node))
     assert foreign <= STILL_USED.get(name, set())
 

@@ -28,9 +28,12 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.errors import ClientDisconnected, TurnError, error_response
-from app.http.exchange import STATUS_LINES, Exchange, Proxy, Turn, head_bytes
+from app.http.exchange import STATUS_LINES, Connection, Exchange, Proxy, Turn, head_bytes
 from app.http.headers import Header, connection_named
-from app.http.inplace import Driven, Write, direct_write
+from app.http.inplace import Driven
+
+Route = Callable[[str], Proxy | None]
+"""The proxy that answers to a path, if any."""
 
 
 class ClientLimits(msgspec.Struct, frozen=True):
@@ -55,35 +58,27 @@ _LARGE = 65536
 _ENDLESS = sys.maxsize
 _CONTROL_BODY = 1 << 20
 """Bytes that the body of a request to the control plane may have."""
-_LEFT_OVER = 64 << 20
 _LINGER = 30.0
 _LINGER_IDLE = 2.0
-"""Bytes that are still read after the last answer, seconds in all, and seconds without any. A connection that is closed
-with bytes unread is reset, and its client would lose the answer (RFC 9112 9.6)."""
+"""Seconds in all, and seconds without a byte, that are read on after the last answer. A connection that is closed with
+bytes unread is reset, and its client would lose the answer (RFC 9112 9.6)."""
 
 
-class ClientProtocol(asyncio.Protocol):
-    """One client connection. `client_protocol` makes the class that uvicorn is given as `http=`.
+class ClientProtocol(Connection):
+    """One client connection. `client_protocol` says how it comes to be.
 
     What uvicorn shares with a protocol, and all that we use of it: the arguments that it makes one with, which we only
     pass on, and in them `server_state`, whose `connections` it tells to `shutdown()` when it stops and waits for, and
-    whose `tasks` it waits for and then cancels.
+    whose `tasks` it waits for and then cancels. See `shutdown`, `hand_over` and `Exchange.cancel`.
     """
 
-    route: Callable[[str], Proxy | None]
-    """The proxy that answers to a path, if any."""
-    draining: Callable[[], bool]
-    """Whether the process is about to stop."""
-    limits: ClientLimits
-    watchman: Watchman
-
-    def __init__(self, **uvicorns: Any) -> None:
-        self._uvicorns = uvicorns
+    def __init__(
+        self, route: Route, draining: Callable[[], bool], limits: ClientLimits, watchman: Watchman, **uvicorns: Any
+    ) -> None:
+        self.route, self.limits = route, limits
+        self._draining, self._watchman, self._uvicorns = draining, watchman, uvicorns
         self._connections: set[Any] = uvicorns["server_state"].connections
         self._tasks: set[Any] = uvicorns["server_state"].tasks
-        self.write: Write = _nowhere
-        """Empty when there is no connection any more."""
-        self.read_paused = self.write_paused = False
         self._reader = _Reader(self)
         self._queue: deque[Exchange] = deque()
         """What was read and is not answered: the first is, when it has begun; the last may still get its body."""
@@ -93,21 +88,14 @@ class ClientProtocol(asyncio.Protocol):
         """What follows cannot be read, and why; answered behind the queue."""
         self._lingers = 0.0
         """When the last answer was sent, if the client was still sending. The queue is empty then."""
-        self._left_over = 0
-        """Bytes that came and that nobody wants, since the last answer."""
 
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
-        self.loop = asyncio.get_running_loop()
-        self.write = direct_write(transport)
-        address = transport.get_extra_info("peername")
-        self.peer: str | None = address[0] if isinstance(address, tuple) else None
-        self.scheme = b"https" if transport.get_extra_info("sslcontext") else b"http"
+        super().connection_made(transport)
         self._since = self.loop.time()
         self._connections.add(self)
-        self.watchman.watch(self)
+        self._watchman.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         current = self._queue[0] if self._queue else None
@@ -129,9 +117,6 @@ class ClientProtocol(asyncio.Protocol):
         else:
             self._advance()
 
-    def pause_writing(self) -> None:
-        self.write_paused = True
-
     def resume_writing(self) -> None:
         self.write_paused = False
         if self._queue:
@@ -139,7 +124,7 @@ class ClientProtocol(asyncio.Protocol):
 
     def _leave(self) -> None:
         """Nothing is read from the transport or written to it any more."""
-        self.watchman.forget(self)
+        self._watchman.forget(self)
         self._connections.discard(self)
         self.write = _nowhere
         self.read_paused = False
@@ -184,7 +169,7 @@ class ClientProtocol(asyncio.Protocol):
             if exchange.begun:
                 exchange.wake()
                 return
-            if self.draining():
+            if self._draining():
                 # Whoever keeps this connection alive (a load balancer) must not write the next request into it just as
                 # it is closed: a request that may have been received cannot be sent again.
                 exchange.keep_alive = False
@@ -199,7 +184,7 @@ class ClientProtocol(asyncio.Protocol):
         """The answer to the first in the queue is complete."""
         self._queue.popleft()
         self._since = self.loop.time()
-        self._left_over = 0
+        self.left_over = 0
         if not keep_alive:
             self._hang_up()
         elif not self.transport.is_closing():
@@ -210,22 +195,6 @@ class ClientProtocol(asyncio.Protocol):
     def ended(self, exchange: Exchange) -> None:
         """Its turn has ended."""
         self._tasks.discard(exchange)
-
-    def pause_reading(self) -> None:
-        if not self.read_paused:
-            self.read_paused = True
-            self.transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.read_paused:
-            self.read_paused = False
-            self.transport.resume_reading()
-
-    def unwanted(self, size: int) -> None:
-        """Bytes have come that nobody waits for."""
-        self._left_over += size
-        if self._left_over > _LEFT_OVER:
-            self.transport.close()
 
     # -- its end
 
@@ -271,20 +240,14 @@ class ClientProtocol(asyncio.Protocol):
 
 
 def client_protocol(
-    route: Callable[[str], Proxy | None],
+    route: Route,
     draining: Callable[[], bool] = lambda: False,
     limits: ClientLimits | None = None,
-) -> type[ClientProtocol]:
-    """The protocol class that gives requests for a path to the proxy that `route` answers, if any, and which ends each
-    connection with its next answer while `draining`."""
+) -> Callable[..., ClientProtocol]:
+    """What uvicorn is given as `http=`: makes the protocol that gives requests for a path to the proxy that `route`
+    answers, if any, and which ends each connection with its next answer while `draining`."""
     limits = limits or ClientLimits()
-    attributes = {
-        "route": staticmethod(route),
-        "draining": staticmethod(draining),
-        "limits": limits,
-        "watchman": Watchman(limits),
-    }
-    return type("ClientProtocol", (ClientProtocol,), attributes)
+    return functools.partial(ClientProtocol, route, draining, limits, Watchman(limits))
 
 
 class Watchman:
@@ -328,11 +291,9 @@ class _ControlTurn:
     def cancel(self) -> None:
         self._driven.cancel()
 
-    def client_left(self) -> None:
-        """`receive` has raised it."""
-
-    def client_took(self) -> None:
-        """Nothing is written that could wait."""
+    # `receive` says that the client has left, and nothing is written that it could be slow to take.
+    def client_left(self) -> None: ...
+    def client_took(self) -> None: ...
 
     async def _run(self) -> None:
         client = self._client
@@ -359,7 +320,8 @@ class _Reader:
     """Takes the bytes of a connection for requests, each a new Exchange, and refuses what two readers could understand
     differently. Its `on_` methods are called by httptools, in the order of the bytes."""
 
-    # From a head's first byte to its end; what has come of it, and what was seen in that.
+    # From a head's first byte to its end; what has come of it, and what was seen in that. `_length` is what it said of
+    # the body, less what has come.
     in_head = False
     _url = b""
     _hosts = 0
@@ -424,9 +386,8 @@ class _Reader:
             except httptools.HttpParserError as error:
                 raise _not_http() from error
             break
-        if self._length > _LARGE and self._exchange is not None:
-            self._past = self._exchange.missing(self._length)
-        self._length = 0
+        if self._length > _LARGE:
+            self._past, self._length = self._length, 0
         self._overhead = self._overhead + len(data) if self._is_overhead else 0
         if self._overhead > limit:
             raise _head_too_large(limit)
@@ -500,9 +461,8 @@ class _Reader:
                 line = _request_line(method, url, http_1_1)
                 self._without_offer = head_bytes(line, (pair for pair in headers if pair[0] != b"upgrade"))
                 return
-        self._exchange = exchange = Exchange(
-            connection, connection if proxy is None else proxy, method, raw_path, query, headers, http_1_1
-        )
+        self._exchange = exchange = Exchange(connection, proxy or connection, method, raw_path, query, headers)
+        exchange.http_1_1 = http_1_1
         exchange.keep_alive = http_1_1 and parser.should_keep_alive()
         exchange.expects_continue = http_1_1 and self._expects_continue
         exchange.switches = switches
@@ -510,6 +470,7 @@ class _Reader:
 
     def on_body(self, body: bytes) -> None:
         self._is_overhead = False
+        self._length -= len(body)
         self._exchange.feed(body)  # type: ignore[union-attr]
 
     def on_message_complete(self) -> None:

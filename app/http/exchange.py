@@ -16,7 +16,7 @@ from typing import Protocol
 
 from app.errors import ClientDisconnected, TurnError
 from app.http.headers import Header
-from app.http.inplace import Wake, Write
+from app.http.inplace import Wake, Write, direct_write
 
 log = logging.getLogger("coatcheck.server")
 
@@ -36,32 +36,66 @@ class Proxy(Protocol):
     def open(self, client: Exchange, over: Callable[[Exception | None], None]) -> Turn: ...
 
 
-class Connection(Protocol):
-    """What an exchange needs of the connection that it came on."""
-
-    loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
-    write: Write
-    write_paused: bool
-    peer: str | None
-    scheme: bytes
-
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-    def unwanted(self, size: int) -> None: ...
-    def answered(self, keep_alive: bool) -> None: ...
-    def ended(self, exchange: Exchange) -> None: ...
-
-
 _PHRASES = {status.value: status.phrase for status in http.HTTPStatus}
 STATUS_LINES = {status: f"HTTP/1.1 {status} {_PHRASES.get(status, '')}\r\n".encode() for status in range(100, 600)}
 _MUCH = 65536
 """Bytes that wait for the turn from which on the client is not read, unless the turn waits for more than these."""
+_LEFT_OVER = 64 << 20
+"""Bytes that are still read after an answer."""
 _RESET = struct.pack("ii", 1, 0)
 
 
 def head_bytes(first_line: bytes, headers: Iterable[Header]) -> bytes:
     return b"".join([first_line, *[b"%b: %b\r\n" % pair for pair in headers], b"\r\n"])
+
+
+class Connection(asyncio.Protocol):
+    """The socket that exchanges are read from and written to."""
+
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    peer: str | None
+    scheme: bytes
+    write: Write
+    """Does nothing when there is no connection any more."""
+    # Whether we have paused the transport, and whether it has told us to pause.
+    read_paused = False
+    write_paused = False
+    left_over = 0
+    """Bytes that came and that nobody wanted, since the last answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport, self.write = transport, direct_write(transport)
+        self.loop = asyncio.get_running_loop()
+        address = transport.get_extra_info("peername")
+        self.peer = address[0] if isinstance(address, tuple) else None
+        self.scheme = b"https" if transport.get_extra_info("sslcontext") else b"http"
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self.transport.resume_reading()
+
+    def unwanted(self, size: int) -> None:
+        self.left_over += size
+        if self.left_over > _LEFT_OVER:
+            self.transport.close()
+
+    def answered(self, keep_alive: bool) -> None:
+        """The answer that is being written is complete."""
+        raise NotImplementedError
+
+    def ended(self, exchange: Exchange) -> None:
+        """Its turn has ended."""
+        raise NotImplementedError
 
 
 class Exchange:
@@ -70,8 +104,8 @@ class Exchange:
     # Defaults in the class: most requests never set most of these.
     # The head, with what is given to `__init__`: `switches` is the protocol that it asks to go on with.
     switches = b""
+    http_1_1 = keep_alive = True
     expects_continue = False
-    keep_alive = True
     # The request: `_pieces` are the `_size` bytes of its body that wait for the turn, which is woken by `_news`, while
     # it waits, when there are `_least` of them, or no `more_body` is to come, or none that can be read (`_refusal`).
     more_body = True
@@ -93,19 +127,11 @@ class Exchange:
     _turn: Turn | None = None
 
     def __init__(
-        self,
-        connection: Connection,
-        proxy: Proxy,
-        method: bytes,
-        raw_path: bytes,
-        query: bytes,
-        headers: list[Header],
-        http_1_1: bool,
+        self, connection: Connection, proxy: Proxy, method: bytes, raw_path: bytes, query: bytes, headers: list[Header]
     ) -> None:
         self._connection, self._proxy = connection, proxy
         self.peer, self.scheme = connection.peer, connection.scheme
         self.method, self.raw_path, self.query, self.headers = method, raw_path, query, headers
-        self.http_1_1 = http_1_1
         self._pieces: list[bytes] = []
 
     # -- what its connection tells
@@ -124,10 +150,6 @@ class Exchange:
             self._size += len(data)
             if self._size > _MUCH and self._size >= self._least:
                 self._connection.pause_reading()
-
-    def missing(self, length: int) -> int:
-        """How much has not come of a body of this length of which nothing was taken."""
-        return length - self._size if self.more_body else 0
 
     def received(self) -> None:
         """The request is complete, but for what follows in another protocol."""

@@ -629,7 +629,7 @@ async def test_shutdown_lets_running_turns_end() -> None:
         await peer.gone()
 
     gate = asyncio.Event()
-    async with serving(script) as r:
+    async with serving(script, client_limits=ClientLimits(idle=60.0)) as r:
         idle, busy = await r.connect(), await r.connect()
         await busy.ask(post())
         await busy.reader.readuntil(b"data: a")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.errors import TurnError, error_body
 from app.http import sse
-from app.http.client import Exchange
+from app.http.exchange import Exchange
 from app.http.headers import Header, header
 from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, WorkerConnection

@@ -8,7 +8,7 @@ import msgspec
 from app.errors import TurnError
 from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least_loaded
 from app.fleet.workers import Fleet, Target
-from app.http.client import Exchange
+from app.http.exchange import Exchange
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding, Placement
 from app.sessions.identity import KeyHasher, read_hints

@@ -17,7 +17,7 @@ import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.workers import Fleet
-from app.http.client import Exchange
+from app.http.exchange import Exchange
 from app.http.headers import Header, response_headers, without_origin
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection

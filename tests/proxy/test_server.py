@@ -194,9 +194,10 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
     async with serving(echoes) as r:
         client = await r.connect()
         own = b"GET /own HTTP/1.1\r\nhost: r\r\n\r\n"
-        await client.ask(post(body=b'"1"') + own + post(body=b'"2"') + post(body=b'"3"'))
+        await client.ask(post(body=b'"1"') + post(body=b'"2"') + post(body=b'"3"') + own + post(body=b'"4"'))
         bodies = [(await client.answer())[1] for _ in range(4)]
-        assert bodies == [b'"1"', b"own", b'"2"', b'"3"']
+        assert bodies == [b'"1"', b'"2"', b'"3"', b"own"]
+        assert await client.closed()  # the control plane's answer is the last
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 7\r\n", b"transfer-encoding: chunked\r\n"])
@@ -290,6 +291,95 @@ async def test_offered_upgrade_of_chunked_and_of_pipelined_requests() -> None:
         for _ in range(5):
             assert (await client.answer())[1] == b"{}"
         assert [request.body for request in worker.requests] == [b"123", b"4", b"", b"5", b"123"]
+
+
+# -- requests to the control plane, which uvicorn's own protocol answers
+
+OWN = b"POST /own HTTP/1.1\r\nhost: r\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+OWN_BODIES = {
+    "none": ([b"\r\n"], b""),
+    "of a length": ([b"content-length: 6\r\n\r\nab", b"cd", b"ef"], b"abcdef"),
+    "large": ([b"content-length: 300000\r\n\r\n", b"x" * 300_000], b"x" * 300_000),
+    "chunked": (
+        [b"transfer-encoding: chunked\r\n\r\n3\r\nab", b"c\r\n", chunk(b"def"), b"0\r\nx-t: 1\r\n\r\n"],
+        b"abcdef",
+    ),
+    "offering h2c": ([b"\r\n".join((*OFFER, b"content-length: 3", b"", b"ab")), b"c"], b"abc"),
+}
+
+
+@pytest.mark.parametrize(("pieces", "body"), OWN_BODIES.values(), ids=OWN_BODIES.keys())
+@pytest.mark.parametrize("before", [b"", post()], ids=["alone", "behind another"])
+async def test_control_plane_gets_whole_requests_and_answers_last(
+    pieces: list[bytes], body: bytes, before: bytes
+) -> None:
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        await client.ask(before + OWN + pieces[0])
+        for piece in pieces[1:]:
+            await asyncio.sleep(0.01)
+            await client.ask(piece)
+        if before:
+            assert await client.answer() == (b"HTTP/1.1 200 OK", b"{}")
+        head, answer = (await client.rest()).split(b"\r\n\r\n", 1)
+        assert b"\r\nconnection: close" in head
+        assert answer == b"own" + body
+
+
+async def test_control_plane_gives_leave_to_send() -> None:
+    async with serving() as r:
+        for framing, body in ((b"content-length: 2", b"{}"), (b"transfer-encoding: chunked", chunk(b"{}") + END)):
+            client = await r.connect()
+            await client.ask(OWN + b"expect: 100-continue\r\n" + framing + b"\r\n\r\n")
+            assert await client.exactly(len(CONTINUE)) == CONTINUE
+            await client.ask(body)
+            assert (await client.rest()).endswith(b"\r\n\r\nown{}")
+
+
+async def test_control_plane_answers_head_and_http_1_0() -> None:
+    async with serving() as r:
+        for request, answer in ((OWN.replace(b"POST", b"HEAD"), b""), (OWN.replace(b"1.1", b"1.0"), b"own")):
+            client = await r.connect()
+            await client.ask(request + b"\r\n")
+            head, body = (await client.rest()).split(b"\r\n\r\n", 1)
+            assert b"content-length: 3" in head
+            assert body == answer
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 9000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n800000\r\n"]
+)
+async def test_control_plane_has_a_limit_and_tells_it_to_who_still_sends(framing: bytes) -> None:
+    async with serving() as r:
+        client = await r.connect()
+        await client.ask(OWN + framing + b"x" * (2 << 20))
+        assert (await client.answer())[0].startswith(b"HTTP/1.1 413 ")
+
+
+async def test_slow_body_for_the_control_plane_is_given_up() -> None:
+    async with serving(client_limits=ClientLimits(body_wait=0.1)) as r:
+        client = await r.connect()
+        await client.ask(OWN + b"content-length: 2\r\n\r\n{")
+        assert (await client.answer())[0].startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "router stops"])
+async def test_half_a_request_for_the_control_plane_leaves_nothing(
+    leaves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(grace=0) as r:
+        client = await r.connect()
+        await client.ask(OWN + b"content-length: 2\r\n\r\n{")
+        state = r.server.server_state
+        await until(lambda: state.tasks)
+        if leaves:
+            client.writer.transport.abort()
+        else:
+            r.server.should_exit = True
+            assert await client.closed()
+        await until(lambda: not state.tasks and not state.connections)
+    caplog.clear()  # uvicorn calls it an error that it has cut something
 
 
 # -- what is not complete
@@ -487,7 +577,13 @@ async def test_client_that_leaves_before_its_next_turn_begins_leaves_nothing() -
         await client.ask(post())
         await client.answer()
         [protocol] = r.server.server_state.connections
-        protocol._start_next = protocol.transport.abort  # type: ignore[union-attr]
+        answered = protocol.answered  # type: ignore[union-attr]
+
+        def cut(keep_alive: bool) -> None:
+            protocol._advance = protocol.transport.abort  # type: ignore[union-attr]
+            answered(keep_alive)
+
+        protocol.answered = cut  # type: ignore[union-attr]
         await client.ask(post() + post())
         await client.answer()
         await until(lambda: not r.server.server_state.connections)
@@ -504,7 +600,7 @@ async def test_shutdown_lets_running_turns_end() -> None:
         await peer.gone()
 
     gate = asyncio.Event()
-    async with serving(script) as r:
+    async with serving(script, client_limits=ClientLimits(idle=60.0)) as r:
         idle, busy = await r.connect(), await r.connect()
         await busy.ask(post())
         await busy.reader.readuntil(b"data: a")

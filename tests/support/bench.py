@@ -130,9 +130,15 @@ async def all_closed(fleet: Fleet) -> None:
 
 
 async def _own(scope: Any, receive: Any, send: Any) -> None:
-    """What stands for the control plane."""
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
-    await send({"type": "http.response.body", "body": b"own"})
+    """What stands for the control plane: it says what it was sent."""
+    answer, more = b"own", True
+    while more:
+        message = await receive()
+        answer += message.get("body", b"")
+        more = message.get("more_body", False)
+    length = b"%d" % len(answer)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+    await send({"type": "http.response.body", "body": answer})
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -32,28 +32,24 @@ def start(
     """Run `module` as the main program of a child with this interpreter. The caller stops it, with `stop`."""
     command = [sys.executable, "-P", "-c", _BOOT, str(Path(__file__).parents[1]), module, *arguments]
     return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=stdout,
-        env=environment,
-        pass_fds=pass_fds,
-        start_new_session=True,
+        command, stdin=subprocess.PIPE, stdout=stdout, env=environment, pass_fds=pass_fds, start_new_session=True
     )
 
 
-def stop(children: Iterable[subprocess.Popen[bytes]], *, grace: float) -> None:
-    """SIGTERM to all, SIGKILL to those still there after `grace` seconds. All are gone, and reaped, on return."""
+def stop(
+    children: Iterable[subprocess.Popen[bytes]], *, grace: float, hurried: Callable[[], bool] = lambda: False
+) -> None:
+    """SIGTERM to all, SIGKILL to those still there after `grace` seconds or once `hurried`. All are gone, and reaped,
+    on return."""
     children = list(children)
     for child in children:
         child.terminate()
     give_up = time.monotonic() + grace
+    while any(child.poll() is None for child in children) and time.monotonic() < give_up and not hurried():
+        time.sleep(0.02)
     for child in children:
-        try:
-            child.wait(max(0.0, give_up - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-    for child in children:
+        child.kill()
+        child.wait()
         if child.stdin is not None:
             child.stdin.close()
 

@@ -1,13 +1,17 @@
-"""Every setting, once: its name, type, bounds, default and meaning. Flags, `COATCHECK_*` variables and the
-configuration file are all made from these fields; settings are frozen and checked whole, relations too.
+"""Every setting, once: its name, group, type, bounds, default and meaning are its field. Flags, variables, keys of the
+configuration file, help and documentation are made from it; settings are frozen and checked whole, relations too.
 
+In code they stand in groups (`settings.limits.turn_timeout`); a user writes a setting's own name, without its group.
 `read_settings` puts the three sources together (flag > variable > file > default) and says what is wrong with them in
-the words in which the user wrote it.
+the words in which the user wrote it. The variables and the file are read by pydantic-settings' own sources. The flags
+are not: its CLI source joins what is given repeatedly with commas, which a worker's description has as well, and its
+help tells neither group nor default nor variable.
 """
 
 from __future__ import annotations
 
 import difflib
+import errno
 import json
 import os
 import re
@@ -16,43 +20,90 @@ import socket
 import ssl
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-import annotated_types
 import yaml
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
+from annotated_types import BaseMetadata
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
     NoDecode,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
 )
 
+from app import Trouble
 from app.fleet.policies import POLICIES
-from app.fleet.workers import WorkerError, normal_url, worker_name
+from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
-from app.sessions.tenants import read_keys
+from app.sessions.tenants import checked_key, read_key, read_keys
 
 MIB = 1024 * 1024
 VARIABLE_PREFIX = "COATCHECK_"
 CONFIG_VARIABLE = "COATCHECK_CONFIG"
 """Names the configuration file where no flag does."""
 
-SPOKEN_DEFAULTS = {
-    "claims": "file://STATE/coatcheck/claims",
-    "replica": "made of host name, process id and chance",
-    "worker_ca": "the system's",
-}
-"""Defaults that are made at start, in words. STATE: `$XDG_STATE_HOME`, else `~/.local/state`."""
+
+# --- what a value may be ---------------------------------------------------------------------------------------------
 
 
-def default_claims() -> str:
+class Spoken(NamedTuple):
+    """What help calls a setting's value, a default that is made at start, and what is wrong with any other text."""
+
+    value: str = ""
+    default: str = ""
+    wrong: str = ""
+
+
+def _usable(read: Callable[[Any], object], remedy: str = "") -> AfterValidator:
+    """`read` gets the value, and raises ValueError with what is wrong; `remedy`: for a file that cannot be read."""
+
+    def check(value: Any) -> Any:
+        plain = (value.get_secret_value() or None) if isinstance(value, SecretStr) else value
+        try:
+            if plain is not None:
+                read(plain)
+        except OSError as error:
+            empty = isinstance(error, ssl.SSLError)
+            wrong = "has no certificates in it" if empty else f"cannot be read ({error.strerror})"
+            raise ValueError(f"the file {wrong}; {remedy}") from None
+        return value
+
+    return AfterValidator(check)
+
+
+def _split(separators: str) -> BeforeValidator:
+    def split(value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else value
+        if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
+            return tuple(word for text in texts for word in re.split(separators, text) if word)
+        return value
+
+    return BeforeValidator(split)
+
+
+Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
+
+
+def _default_claims() -> str:
     """A folder of this user, so that replicas on one machine agree out of the box (XDG base directories)."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # the specification: a relative path is to be ignored
@@ -64,331 +115,314 @@ def _default_replica() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-class WorkerSpec:
-    """One `--worker URL[,name=NAME][,dp=N]`. Raises ValueError with the remedy."""
+def _check_proxies(texts: Iterable[str]) -> None:
+    for text in texts:
+        try:
+            Forwarding((text,))
+        except ValueError:
+            raise ValueError(f"{text!r} is neither an address nor a network; write one like 10.0.0.0/8") from None
 
-    __slots__ = ("name", "ranks", "url")
 
-    def __init__(self, text: str) -> None:
-        url, *options = text.split(",")
-        self.url = normal_url(url)
-        self.name = worker_name(self.url)
-        self.ranks = 0
-        for option in options:
-            key, equals, value = (part.strip() for part in option.partition("="))
-            if key == "name" and equals:
-                if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
-                    raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
-                self.name = value
-            elif key == "dp" and equals:
-                if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1024:
-                    raise WorkerError(f"worker {text!r}: dp is its number of data-parallel ranks, 1 to 1024")
-                self.ranks = int(value)
-            else:
-                raise WorkerError(
-                    f"worker {text!r} has the unknown option {option!r}; write URL[,name=NAME][,dp=RANKS]"
-                )
+def _check_secret(secret: str) -> None:
+    if len(secret.encode()) > 64:
+        raise ValueError("longer than 64 bytes; choose a shorter secret")
+
+
+def _check_ca(file: Path) -> None:
+    ssl.create_default_context(cafile=file)
 
 
 class RelationError(ValueError):
     """Settings that are each right and do not fit together."""
 
-    def __init__(self, fields: tuple[str, ...], message: str) -> None:
-        super().__init__(f"{' and '.join(fields)}: {message}")
-        self.fields = fields
+    def __init__(self, first: str, second: str, message: str) -> None:
+        super().__init__(f"{first} and {second}: {message}")
+        self.names = (first, second)
         self.message = message
 
 
-class Settings(BaseSettings):
-    """The settings of one replica."""
+# --- the settings; what stands below each is its meaning in help and documentation ----------------------------------
 
-    model_config = SettingsConfigDict(
-        frozen=True,
-        extra="forbid",
-        env_prefix=VARIABLE_PREFIX,
-        env_ignore_empty=True,
-        validate_default=True,
-        allow_inf_nan=False,
+
+class _Group(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    processes: int = Field(1, ge=1, le=256, description="Router processes that share the port; each is a replica.")
-    claims: str = Field(
-        default_factory=default_claims,
-        description="Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix.",
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes the one for the other."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+            raise PydanticCustomError("truth", "a truth value")
+        return value
+
+
+class Listen(_Group, title="listening"):
+    host: Annotated[str, Spoken("ADDRESS")] = Field("127.0.0.1", min_length=1)
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    processes: int = Field(1, ge=1, le=256)
+    """Router processes that share the port; each is a replica."""
+    keepalive_timeout: int = Field(75, ge=1, le=3600)
+    """Seconds an idle client connection is kept."""
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), _usable(_check_proxies)] = ()
+    """Proxies in front whose X-Forwarded-* headers are passed on to workers, as addresses or networks; *: everybody;
+    repeatable (in a variable: separated by spaces)."""
+
+
+class Workers(_Group, title="workers"):
+    worker: Annotated[Texts, Spoken("URL"), _usable(worker_specs)] = ()
+    """A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."""
+    policy: Annotated[str, Spoken(wrong=f"no such policy; choose one of {', '.join(POLICIES)}")] = Field(
+        "least-loaded",
+        pattern=f"^({'|'.join(POLICIES)})$",
+        description=f"Where new sessions go: {', '.join(POLICIES)}.",
     )
-    worker: Annotated[tuple[str, ...], NoDecode] = Field(
-        (), description="A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."
+    rank_header: Annotated[str, Spoken(wrong="not the name of a header; write one like X-data-parallel-rank")] = Field(
+        "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
     )
-    policy: str = Field("least-loaded", description=f"Where new sessions go: {', '.join(POLICIES)}.")
-    session_ttl: float = Field(
-        1800.0, ge=1, le=31_536_000, description="Seconds that a claim outlives the end of its session's last turn."
-    )
-    max_stale: float = Field(
-        60.0, gt=0, le=3600, description="Seconds after which a cached claim is read again before it is used."
-    )
-    claim_cache: int = Field(100_000, ge=1, description="Claims kept in memory; others are read when needed.")
-    on_store_outage: Literal["degrade", "refuse"] = Field(
-        "degrade",
-        description="New sessions while the claim store is away: placed by hash (degrade) or answered 503 (refuse).",
-    )
-    store_deadline: float = Field(2.0, gt=0, le=60, description="Seconds that one claim store call may take.")
-    session_secret: SecretStr = Field(
-        SecretStr(""),
-        description="Keys the hash of session ids in the store; the same on every replica, at most 64 bytes.",
-    )
-    replica: str = Field(
-        default_factory=_default_replica,
-        min_length=1,
-        max_length=100,
-        description="This replica's name in claims; unique. Each of several processes adds a number.",
-    )
-    session_from: Annotated[tuple[str, ...], NoDecode] = Field(
+    """Header that tells a worker with ranks which of them is meant."""
+    worker_api_key: Annotated[SecretStr, _usable(checked_key)] = SecretStr("")
+    """Key sent to the workers in place of the client's, which then stays here."""
+    worker_api_key_file: Annotated[Path | None, _usable(read_key, "name a file with one key")] = None
+    """File that holds the worker API key."""
+    worker_ca: Annotated[
+        Path | None, Spoken(default="the system's"), _usable(_check_ca, "name a PEM file with CA certificates")
+    ] = None
+    """CA certificates (PEM) for https workers."""
+    worker_tls_verify: bool = True
+    """Verify the certificates of https workers."""
+    worker_keepalive: float = Field(4.0, ge=0, le=3600)
+    """Seconds an idle connection to a worker is kept; below the worker's own limit."""
+
+    @property
+    def key(self) -> str:
+        """The key for the workers, wherever it was given; empty: the client's is passed on."""
+        return (
+            read_key(self.worker_api_key_file) if self.worker_api_key_file else self.worker_api_key.get_secret_value()
+        )
+
+
+class Access(_Group, title="who may"):
+    api_keys: Annotated[Path | None, _usable(read_keys, "name a file of API keys")] = None
+    """File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."""
+    admin_token: SecretStr = SecretStr("")
+    """Bearer token of the admin API; without it only this machine may use that API."""
+
+
+class Sessions(_Group, title="sessions"):
+    session_from: Annotated[Texts, _usable(Identifier)] = Field(
         DEFAULT_SOURCES,
         description="Where a session's id is looked for, in this order: HEADER[+AGENT_HEADER][/PARENT_HEADER] or "
         f"body:FIELD ({', '.join(BODY_FIELDS)}); repeatable (in a variable: separated by spaces).",
     )
-    rank_header: str = Field(
-        "X-data-parallel-rank",
-        description="Header that tells a worker with ranks which of them is meant.",
-    )
-    affinity: Literal["hard", "soft"] = Field(
-        "hard", description="Whether a session may pass over its worker for one turn when that is overloaded (soft)."
-    )
-    overload: int = Field(
-        0, ge=0, description="Turns in flight at a target from which on it counts as overloaded; 0: never."
-    )
-    parent_slack: int = Field(
-        16,
-        ge=0,
-        description="A child session follows its parent unless that target has more turns than this above the least.",
-    )
-    hint_conflict: Literal["override", "reject"] = Field(
-        "override",
-        description="A hint that a claim contradicts: the claim overrides it, or the turn is rejected (400).",
-    )
-    api_keys: Path | None = Field(
-        None, description="File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."
-    )
-    worker_api_key: SecretStr = Field(
-        SecretStr(""), description="Key sent to the workers in place of the client's, which then stays here."
-    )
-    worker_api_key_file: Path | None = Field(None, description="File that holds the worker API key.")
-    admin_token: SecretStr = Field(
-        SecretStr(""), description="Bearer token of the admin API; without it only this machine may use that API."
-    )
-    log_bindings: float = Field(
-        0.0, ge=0, le=1, description="Share of the sessions of which each binding decision is logged."
-    )
-    connect_timeout: float = Field(5.0, gt=0, le=300, description="Seconds to connect to a worker.")
-    first_byte_timeout: float = Field(
-        600.0, ge=0, description="Seconds until a worker begins to answer, prefill included; 0: no limit."
-    )
-    idle_timeout: float = Field(300.0, ge=0, description="Seconds a worker may pause within an answer; 0: no limit.")
-    turn_timeout: float = Field(0.0, ge=0, description="Seconds for a whole turn; 0: no limit.")
-    worker_keepalive: float = Field(
-        4.0, ge=0, le=3600, description="Seconds an idle connection to a worker is kept; below the worker's own limit."
-    )
-    worker_ca: Path | None = Field(None, description="CA certificates (PEM) for https workers.")
-    worker_tls_verify: bool = Field(True, description="Verify the certificates of https workers.")
-    max_body_bytes: int = Field(64 * MIB, ge=1024, description="Largest request body, in bytes.")
-    max_header_bytes: int = Field(
-        65_536, ge=1024, le=1_048_576, description="Largest head of a request: its target and headers, in bytes."
-    )
-    client_head_timeout: float = Field(
-        30.0, ge=0, le=3600, description="Seconds from a request's first byte to the end of its head; 0: no limit."
-    )
-    client_body_timeout: float = Field(
-        60.0, ge=0, le=3600, description="Seconds a client may pause within a request body; 0: no limit."
-    )
-    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
-        (),
-        description="Proxies in front whose X-Forwarded-* headers are passed on to workers, as addresses or networks; "
-        "*: everybody; repeatable (in a variable: separated by spaces).",
-    )
-    keepalive_timeout: int = Field(75, ge=1, le=3600, description="Seconds an idle client connection is kept.")
-    drain_delay: float = Field(
-        0.0, ge=0, le=600, description="Seconds that /ready fails before the port closes, on a first SIGTERM or SIGINT."
-    )
-    drain_timeout: int = Field(30, ge=0, le=86_400, description="Seconds that running turns get at shutdown.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level logged.")
+    affinity: Literal["hard", "soft"] = "hard"
+    """Whether a session may pass over its worker for one turn when that is overloaded (soft)."""
+    overload: int = Field(0, ge=0)
+    """Turns in flight at a target from which on it counts as overloaded; 0: never."""
+    parent_slack: int = Field(16, ge=0)
+    """A child session follows its parent unless that target has more turns than this above the least."""
+    hint_conflict: Literal["override", "reject"] = "override"
+    """A hint that a claim contradicts: the claim overrides it, or the turn is rejected (400)."""
+    log_bindings: float = Field(0.0, ge=0, le=1)
+    """Share of the sessions of which each binding decision is logged."""
 
-    @field_validator("worker", "session_from", "trusted_proxies", mode="before")
-    @classmethod
-    def _split_workers(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(value.split())
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-            return tuple(url for item in value for url in item.split())
-        return value
 
-    @field_validator("worker")
-    @classmethod
-    def _check_workers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        names: dict[str, str] = {}
-        urls: dict[str, str] = {}
-        for text in value:
-            spec = WorkerSpec(text)
-            if spec.url in urls:
-                raise ValueError(f"{urls[spec.url]} and {text} are the same worker; remove one")
-            if spec.name in names:
-                raise ValueError(
-                    f"two workers are called {spec.name!r}: {names[spec.name]} and {text}; "
-                    "remove one or give it another name (URL,name=NAME)"
-                )
-            names[spec.name] = urls[spec.url] = text
-        return value
+class Store(_Group, title="claims"):
+    claims: Annotated[
+        str,
+        Spoken(
+            value="URL",
+            default="file://STATE/coatcheck/claims",
+            wrong="unknown kind of claim store; write memory://, file:///dir or etcd://host:2379/prefix",
+        ),
+    ] = Field(default_factory=_default_claims, pattern="^(?i:memory|file|etcd):")
+    """Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix."""
+    session_ttl: float = Field(1800.0, ge=1, le=31_536_000)
+    """Seconds that a claim outlives the end of its session's last turn."""
+    session_secret: Annotated[SecretStr, _usable(_check_secret)] = SecretStr("")
+    """Keys the hash of session ids in the store; the same on every replica, at most 64 bytes."""
+    on_store_outage: Literal["degrade", "refuse"] = "degrade"
+    """New sessions while the claim store is away: placed by hash (degrade) or answered 503 (refuse)."""
+    store_deadline: float = Field(2.0, gt=0, le=60)
+    """Seconds that one claim store call may take."""
+    max_stale: float = Field(60.0, gt=0, le=3600)
+    """Seconds after which a cached claim is read again before it is used."""
+    claim_cache: int = Field(100_000, ge=1)
+    """Claims kept in memory; others are read when needed."""
+    replica: Annotated[str, Spoken(default="made of host name, process id and chance")] = Field(
+        default_factory=_default_replica, min_length=1, max_length=100
+    )
+    """This replica's name in claims; unique. Each of several processes adds a number."""
 
-    @field_validator("session_from")
-    @classmethod
-    def _check_sources(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        Identifier(value)
-        return value
 
-    @field_validator("trusted_proxies")
-    @classmethod
-    def _check_proxies(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        value = tuple(part for text in value for part in text.split(",") if part)
-        for text in value:
-            try:
-                Forwarding((text,))
-            except ValueError:
-                raise ValueError(f"{text!r} is neither an address nor a network; write one like 10.0.0.0/8") from None
-        return value
+class Limits(_Group, title="limits of a turn"):
+    connect_timeout: float = Field(5.0, gt=0, le=300)
+    """Seconds to connect to a worker."""
+    first_byte_timeout: float = Field(600.0, ge=0)
+    """Seconds until a worker begins to answer, prefill included; 0: no limit."""
+    idle_timeout: float = Field(300.0, ge=0)
+    """Seconds a worker may pause within an answer; 0: no limit."""
+    turn_timeout: float = Field(0.0, ge=0)
+    """Seconds for a whole turn; 0: no limit."""
+    max_body_bytes: int = Field(64 * MIB, ge=1024)
+    """Largest request body, in bytes."""
+    max_header_bytes: int = Field(65_536, ge=1024, le=1_048_576)
+    """Largest head of a request: its target and headers, in bytes."""
+    client_head_timeout: float = Field(30.0, ge=0, le=3600)
+    """Seconds from a request's first byte to the end of its head; 0: no limit."""
+    client_body_timeout: float = Field(60.0, ge=0, le=3600)
+    """Seconds a client may pause within a request body; 0: no limit."""
 
-    @field_validator("rank_header")
-    @classmethod
-    def _check_header(cls, value: str) -> str:
-        if not re.fullmatch(r"[A-Za-z0-9!#$%&'*.^_`|~-]+", value):
-            raise ValueError("not the name of a header; write one like X-data-parallel-rank")
-        return value
 
-    @field_validator("api_keys")
-    @classmethod
-    def _check_keys(cls, value: Path | None) -> Path | None:
-        if value is not None:
-            try:
-                read_keys(value)
-            except OSError as error:
-                raise ValueError(f"the file cannot be read ({error.strerror}); name a file of API keys") from None
-        return value
+class Process(_Group, title="shutdown and log"):
+    drain_delay: float = Field(0.0, ge=0, le=600)
+    """Seconds that /ready fails before the port closes, on a first SIGTERM or SIGINT."""
+    drain_timeout: int = Field(30, ge=0, le=86_400)
+    """Seconds that running turns get at shutdown."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level logged."""
 
-    @field_validator("worker_api_key_file")
-    @classmethod
-    def _check_key_file(cls, value: Path | None) -> Path | None:
-        if value is not None:
-            try:
-                _checked_key(value.read_text().strip())
-            except OSError as error:
-                raise ValueError(f"the file cannot be read ({error.strerror}); name a file with one key") from None
-        return value
 
-    @field_validator("worker_api_key")
-    @classmethod
-    def _check_key(cls, value: SecretStr) -> SecretStr:
-        if value.get_secret_value():
-            _checked_key(value.get_secret_value())
-        return value
+class Settings(_Group):
+    """The settings of one replica, in the order in which help and documentation show them."""
 
-    @field_validator("policy")
-    @classmethod
-    def _check_policy(cls, value: str) -> str:
-        if value not in POLICIES:
-            raise ValueError(f"no such policy; choose one of {', '.join(POLICIES)}")
-        return value
+    listen: Listen
+    workers: Workers
+    access: Access
+    sessions: Sessions
+    store: Store
+    limits: Limits
+    process: Process
 
-    @field_validator("claims")
     @classmethod
-    def _check_claims(cls, value: str) -> str:
-        if urlsplit(value).scheme not in ("memory", "file", "etcd"):
-            raise ValueError("unknown kind of claim store; write memory://, file:///dir or etcd://host:2379/prefix")
-        return value
+    def flat(cls, **values: Any) -> Self:
+        """From settings by their own names; the others have their defaults. Raises ValidationError."""
+        groups: dict[str, dict[str, Any]] = {group: {} for group in cls.model_fields}
+        for name, value in values.items():
+            groups[SETTINGS[name].group][name] = value
+        return cls.model_validate(groups)
 
-    @field_validator("session_secret")
-    @classmethod
-    def _check_secret(cls, value: SecretStr) -> SecretStr:
-        if len(value.get_secret_value().encode()) > 64:
-            raise ValueError("longer than 64 bytes; choose a shorter secret")
-        return value
+    def dump(self) -> str:
+        """JSON that `load` reads, with secrets in clear."""
+        values = {name: setting.value(self) for name, setting in SETTINGS.items()}
+        return json.dumps(values, default=lambda v: v.get_secret_value() if isinstance(v, SecretStr) else str(v))
 
-    @field_validator("worker_ca")
     @classmethod
-    def _check_ca(cls, value: Path | None) -> Path | None:
-        remedy = "name a PEM file with CA certificates"
-        if value is not None:
-            try:
-                ssl.create_default_context(cafile=value)
-            except ssl.SSLError:
-                raise ValueError(f"the file has no certificates in it; {remedy}") from None
-            except OSError as error:
-                raise ValueError(f"the file cannot be read ({error.strerror}); {remedy}") from None
-        return value
+    def load(cls, dumped: str) -> Self:
+        return cls.flat(**json.loads(dumped))
 
     @model_validator(mode="after")
-    def _check_relations(self) -> Settings:
-        if self.processes > 1 and self.claims.startswith("memory:"):
-            raise RelationError(
-                ("processes", "claims"),
-                "several processes cannot share memory; use file:///dir or etcd://host:2379/...",
-            )
-        if self.store_deadline >= self.session_ttl:
-            raise RelationError(
-                ("store_deadline", "session_ttl"),
-                "a claim would expire while it is being made; the deadline must be below the TTL",
-            )
-        if self.turn_timeout and self.turn_timeout <= self.connect_timeout:
-            raise RelationError(
-                ("turn_timeout", "connect_timeout"),
-                "a turn would end before its connection may fail; make the turn's limit the larger one, or 0",
-            )
-        if self.affinity == "soft" and not self.overload:
-            raise RelationError(
-                ("affinity", "overload"),
-                "soft affinity needs to know when a target is overloaded; set a number of turns",
-            )
-        if self.worker_api_key.get_secret_value() and self.worker_api_key_file is not None:
-            raise RelationError(("worker_api_key", "worker_api_key_file"), "the key is given twice; remove one")
-        if self.worker_ca is not None and not self.worker_tls_verify:
-            raise RelationError(
-                ("worker_ca", "worker_tls_verify"), "certificates that are not verified need no CA; remove one of them"
-            )
+    def _check_relations(self) -> Self:
+        workers, sessions, store, limits = self.workers, self.sessions, self.store, self.limits
+        if self.listen.processes > 1 and store.claims.startswith("memory:"):
+            why = "several processes cannot share memory; use file:///dir or etcd://host:2379/..."
+            raise RelationError("processes", "claims", why)
+        if store.store_deadline >= store.session_ttl:
+            why = "a claim would expire while it is being made; the deadline must be below the TTL"
+            raise RelationError("store_deadline", "session_ttl", why)
+        if 0 < limits.turn_timeout <= limits.connect_timeout:
+            why = "a turn would end before its connection may fail; make the turn's limit the larger one, or 0"
+            raise RelationError("turn_timeout", "connect_timeout", why)
+        if sessions.affinity == "soft" and not sessions.overload:
+            why = "soft affinity needs to know when a target is overloaded; set a number of turns"
+            raise RelationError("affinity", "overload", why)
+        if workers.worker_api_key.get_secret_value() and workers.worker_api_key_file is not None:
+            raise RelationError("worker_api_key", "worker_api_key_file", "the key is given twice; remove one")
+        if workers.worker_ca is not None and not workers.worker_tls_verify:
+            why = "certificates that are not verified need no CA; remove one of them"
+            raise RelationError("worker_ca", "worker_tls_verify", why)
         return self
 
-    @property
-    def worker_key(self) -> str:
-        """The key for the workers, wherever it was given; empty: the client's is passed on."""
-        if self.worker_api_key_file is not None:
-            return self.worker_api_key_file.read_text().strip()
-        return self.worker_api_key.get_secret_value()
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
+class _Flat(Listen, Workers, Access, Sessions, Store, Limits, Process, BaseSettings):
+    """What pydantic-settings' sources look at: every setting by its own name. Nobody makes one."""
+
+    model_config = SettingsConfigDict(env_prefix=VARIABLE_PREFIX, env_ignore_empty=True, case_sensitive=True)
 
 
-def _checked_key(key: str) -> str:
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise ValueError("a key is visible ASCII characters without spaces")
-    return key
+class Setting:
+    """One setting in words, from its field. `group`: the field of Settings that it is in; `title`: that group's."""
+
+    def __init__(self, name: str, group: str, title: str, field: FieldInfo) -> None:
+        self.name, self.group, self.title, self.field = name, group, title, field
+        self.key = name.replace("_", "-")
+        self.flag = f"--{self.key}"
+        self.variable = VARIABLE_PREFIX + name.upper()
+        self.meaning = " ".join((field.description or "").split())
+        self.spoken = next((each for each in field.metadata if isinstance(each, Spoken)), Spoken())
+        self.expected = _expected(field)
+
+    def value(self, settings: Settings) -> Any:
+        return getattr(getattr(settings, self.group), self.name)
+
+
+def _expected(field: FieldInfo) -> str:
+    """What a setting may be: "a whole number from 0 to 65535"."""
+    kind, choices = field.annotation, get_args(field.annotation)
+    constraints: list[Any] = [each for each in field.metadata if isinstance(each, BaseMetadata)]
+    bounds: dict[str, str] = {name: spoken(getattr(each, name)) for each in constraints for name in each.__slots__}
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "one of " + ", ".join(choices)
+    if kind is int or kind is float:
+        noun = "a whole number" if kind is int else "a number"
+        if "gt" in bounds:
+            return f"{noun} above {bounds['gt']} and at most {bounds['le']}"
+        return noun + (f" from {bounds['ge']} to {bounds['le']}" if "le" in bounds else f", {bounds['ge']} or more")
+    if "max_length" in bounds:
+        return f"text of 1 to {bounds['max_length']} characters"
+    if "min_length" in bounds:
+        return "text, and not empty"
+    others: dict[Any, str] = {
+        bool: "true or false",
+        tuple[str, ...]: "a list of texts",
+        Path | None: "the path of a file",
+    }
+    return others.get(kind, "text, in quotes")
+
+
+def spoken(value: Any) -> str:
+    """A value as it is written in a file or a variable."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return " ".join(map(spoken, value)) or "(none)"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return "(none)" if value is None else str(value)
+
+
+def shown_value(value: Any) -> str:
+    """A value for people, without what is secret in it."""
+    if isinstance(value, SecretStr):
+        return "********" if value.get_secret_value() else "(none)"
+    return mask(spoken(value))
+
+
+def mask(text: str) -> str:
+    """`text` without the users and passwords of the URLs in it."""
+    return re.sub(r"(?<=://)\S*@", "********@", text)
+
+
+SETTINGS = {
+    name: Setting(name, group, str(model.annotation.model_config["title"]), field)
+    for group, model in Settings.model_fields.items()
+    if model.annotation is not None
+    for name, field in model.annotation.model_fields.items()
+}
+"""Every setting, by its own name, in the order in which help and documentation show them."""
 
 
 # --- the sources -----------------------------------------------------------------------------------------------------
 
 
-class SettingsError(ValueError):
-    """The settings cannot be used. `problems`: one line each, with secrets masked."""
+class SettingsError(Trouble):
+    """The settings cannot be used: a line for each reason, with secrets masked."""
 
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
+    def __init__(self, problems: Iterable[str]) -> None:
+        super().__init__(*map(mask, problems), code=2)
 
 
 class Origin(NamedTuple):
@@ -405,203 +439,107 @@ class Origin(NamedTuple):
 
     def with_value(self, value: str) -> str:
         """The setting as the user would have to write it."""
-        if self.kind == "flag":
-            return f"{self.name} {value}"
         if self.kind == "variable":
             return f"{self.name}={value}"
         if self.kind == "file":
             return f"{self.name} = {value} in {self.file}"
-        return f"{self.name} {value} (the default)"
+        return f"{self.name} {value}" + (" (the default)" if self.kind == "default" else "")
 
 
 class EffectiveSettings(NamedTuple):
     settings: Settings
     origins: dict[str, Origin]
-    """One for each field."""
-
-
-def flag_name(field: str) -> str:
-    return "--" + field.replace("_", "-")
-
-
-def variable_name(field: str) -> str:
-    return VARIABLE_PREFIX + field.upper()
+    """One for each setting."""
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> EffectiveSettings:
-    """The settings from `flags` (field name → value as given), the process's environment, and `file`.
+    """The settings from `flags` (setting → value as given), the process's environment, and `file`.
 
     Without `file`, COATCHECK_CONFIG may name one. Raises SettingsError.
     """
     values: dict[str, Any] = {}
-    origins = {name: Origin("default", flag_name(name)) for name in Settings.model_fields}
+    origins = {setting.name: Origin("default", setting.flag) for setting in SETTINGS.values()}
     problems: list[str] = []
+    named_by = Origin("flag", "--config")
     if file is None and os.environ.get(CONFIG_VARIABLE):
-        file = Path(os.environ[CONFIG_VARIABLE])
-    if file is not None:
-        known: dict[str, Any] = {}
-        for key, value in _read_file(file).items():
-            name = str(key).replace("-", "_")
-            if name not in Settings.model_fields:
-                problems.append(f"{file}: there is no setting {key!r}{_did_you_mean(name, Settings.model_fields)}")
-            elif name in known:
-                problems.append(f"{file}: {name!r} is given twice, as {origins[name].name!r} and {key!r}; remove one")
-            else:
-                known[name] = value
-                origins[name] = Origin("file", str(key), str(file))
-                # A truth value is a number to the checks below.
-                if isinstance(value, bool) and Settings.model_fields[name].annotation is not bool:
-                    shown = origins[name].with_value(_spoken(value))
-                    problems.append(f"{shown}: must be {expected(Settings.model_fields[name])}")
-        values |= known
-    problems += _unknown_variables()
-    for source, name_of, kind in (
-        (EnvSettingsSource(Settings)(), variable_name, "variable"),
-        (flags, flag_name, "flag"),
-    ):
-        for name, value in source.items():
-            values[name] = value
-            origins[name] = Origin(kind, name_of(name))  # type: ignore[arg-type]
+        file, named_by = Path(os.environ[CONFIG_VARIABLE]), Origin("variable", CONFIG_VARIABLE)
+    for key, value in _read_file(file, named_by).items() if file is not None else ():
+        name = str(key).replace("-", "_")
+        if name not in SETTINGS:
+            known = [setting.key for setting in SETTINGS.values()]
+            problems.append(f"{file}: there is no setting {key!r}{_did_you_mean(str(key), known)}")
+        elif name in values:
+            problems.append(f"{file}: {name!r} is given twice, as {origins[name].name!r} and {key!r}; remove one")
+        else:
+            values[name], origins[name] = value, Origin("file", str(key), str(file))
+    variables = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())]
+    problems += [
+        f"there is no variable {name}{_did_you_mean(name, variables)}"
+        for name in sorted(os.environ)
+        if name.startswith(VARIABLE_PREFIX) and name not in variables
+    ]
     if problems:
-        raise SettingsError([mask(problem) for problem in problems])
+        raise SettingsError(problems)
+    for name, value in EnvSettingsSource(_Flat, case_sensitive=False)().items():
+        values[name], origins[name] = value, Origin("variable", SETTINGS[name].variable)
+    for name, value in flags.items():
+        values[name], origins[name] = value, Origin("flag", SETTINGS[name].flag)
     try:
-        return EffectiveSettings(Settings(**values), origins)
+        return EffectiveSettings(Settings.flat(**values), origins)
     except ValidationError as error:
-        raise SettingsError([mask(line) for line in _explain(error, values, origins)]) from None
+        raise SettingsError(_explain(error, values, origins)) from None
     except RuntimeError as error:  # Path.home()
         raise SettingsError([f"--claims: there is no home folder to keep claims in ({error}); name a store"]) from None
 
 
-def dump_settings(settings: Settings) -> str:
-    """JSON that `Settings.model_validate_json` reads back, with secrets in clear."""
-    dumped = settings.model_dump(mode="json")
-    for name in dumped:
-        value = getattr(settings, name)
-        if isinstance(value, SecretStr):
-            dumped[name] = value.get_secret_value()
-    return json.dumps(dumped)
-
-
-def shown_value(value: Any) -> str:
-    """A value for people, without what is secret in it."""
-    if isinstance(value, SecretStr):
-        return "********" if value.get_secret_value() else "(none)"
-    return mask(_spoken(value))
-
-
-def mask(text: str) -> str:
-    """`text` without the users and passwords of the URLs in it."""
-    return re.sub(r"(?<=://)\S*@", "********@", text)
-
-
-def expected(field: FieldInfo) -> str:
-    """What a setting may be, in words: "a whole number from 0 to 65535"."""
-    choices = get_args(field.annotation)
-    if field.annotation is bool:
-        return "true or false"
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return "one of " + ", ".join(choices)
-    if field.annotation is int or field.annotation is float:
-        noun = "a whole number" if field.annotation is int else "a number"
-        return noun + _spoken_bounds(field.metadata)
-    if field.annotation == tuple[str, ...]:
-        return "a list of texts"
-    if field.annotation == Path | None:
-        return "the path of a file"
-    longest = [item.max_length for item in field.metadata if isinstance(item, annotated_types.MaxLen)]
-    shortest = [item.min_length for item in field.metadata if isinstance(item, annotated_types.MinLen)]
-    if longest:
-        return f"text of 1 to {longest[0]} characters"
-    return "text, and not empty" if shortest else "text, in quotes"
-
-
-def _spoken_bounds(metadata: Iterable[Any]) -> str:
-    low = high = ""
-    inclusive = True
-    for bound in metadata:
-        if isinstance(bound, annotated_types.Ge):
-            low = _spoken(bound.ge)
-        elif isinstance(bound, annotated_types.Gt):
-            low, inclusive = _spoken(bound.gt), False
-        elif isinstance(bound, annotated_types.Le):
-            high = _spoken(bound.le)
-    if not inclusive:
-        return f" above {low}" + (f" and at most {high}" if high else "")
-    return f" from {low} to {high}" if high else f", {low} or more"
-
-
-def _spoken(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return " ".join(map(_spoken, value)) or "(none)"
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return "(none)" if value is None else str(value)
-
-
-def _read_file(file: Path) -> dict[Any, Any]:
-    remedy = "name a TOML or YAML file (.toml, .yaml, .yml)"
+def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:
+    """What a file says. What pydantic-settings passes over is looked at before it reads: a file that is not there, the
+    first of two equal keys in YAML, and a YAML file without any keys."""
+    named, remedy = named_by.with_value(str(file)), "name a TOML or YAML file (.toml, .yaml, .yml)"
     if file.suffix not in (".toml", ".yaml", ".yml"):
-        raise SettingsError([f"--config {file}: its suffix does not tell how it is written; {remedy}"])
+        raise SettingsError([f"{named}: its suffix does not tell how it is written; {remedy}"])
     try:
-        text = file.read_text(encoding="utf-8")
+        if not file.is_file():
+            raise OSError(errno.ENOENT, "No such file")
+        if file.suffix == ".toml":
+            return TomlConfigSettingsSource(_Flat, file)()
+        root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise SettingsError([f"{file}: has no settings at its top level; write lines like `port: 8000`"])
+        keys = Counter(str(key.value) for key, _ in root.value) if root is not None else {}
+        twice = [key for key, times in keys.items() if times > 1]
+        if twice:
+            raise SettingsError([f"{file}: {', '.join(twice)} is given twice; correct the file"])
+        return YamlConfigSettingsSource(_Flat, file)()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise SettingsError([f"--config {file}: cannot be read ({reason}); {remedy}"]) from None
-    try:
-        content = tomllib.loads(text) if file.suffix == ".toml" else _load_yaml(text)
+        raise SettingsError([f"{named}: cannot be read ({reason}); {remedy}"]) from None
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise SettingsError([f"{file}: {' '.join(str(error).split())}; correct the file"]) from None
-    if not isinstance(content, dict):
-        raise SettingsError([f"{file}: has no settings at its top level; write lines like `port: 8000`"])
-    return content
 
 
-def _load_yaml(text: str) -> Any:
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    if root is None:
-        return {}
-    if isinstance(root, yaml.MappingNode):
-        # YAML forbids this and the library takes the last one.
-        twice = [key for key, times in Counter(str(key.value) for key, _ in root.value).items() if times > 1]
-        if twice:
-            raise yaml.YAMLError(f"{', '.join(twice)} is given twice")
-    return yaml.safe_load(text)
-
-
-def _unknown_variables() -> list[str]:
-    known = {CONFIG_VARIABLE, *map(variable_name, Settings.model_fields)}
-    return [
-        f"there is no variable {name}{_did_you_mean(name, known)}"
-        for name in sorted(os.environ)
-        if name.startswith(VARIABLE_PREFIX) and name not in known
-    ]
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, [*known], 1, 0.5)
+def _did_you_mean(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1, 0.5)
     return f"; did you mean {close[0]}?" if close else "; remove it"
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> list[str]:
     """One line for each problem: the setting as it was written, its value, what is wrong, the remedy."""
+
+    def written(name: str) -> str:
+        setting, origin = SETTINGS[name], origins[name]
+        value = values[name] if name in values else setting.field.get_default(call_default_factory=True)
+        if origin.kind == "flag" and isinstance(value, bool):
+            return setting.flag if value else f"--no-{setting.key}"
+        return origin.with_value("********" if setting.field.annotation is SecretStr else spoken(value) or "''")
+
     lines = []
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, RelationError):
-            subject = " with ".join(_written(name, values, origins) for name in cause.fields)
-            lines.append(f"{subject}: {cause.message}")
+            lines.append(f"{' with '.join(map(written, cause.names))}: {cause.message}")
         else:
-            name = str(problem["loc"][0])
-            wrong = str(cause) if cause is not None else f"must be {expected(Settings.model_fields[name])}"
-            lines.append(f"{_written(name, values, origins)}: {wrong}")
+            name = str(problem["loc"][1])
+            wrong = cause or SETTINGS[name].spoken.wrong or f"must be {SETTINGS[name].expected}"
+            lines.append(f"{written(name)}: {wrong}")
     return list(dict.fromkeys(lines))
-
-
-def _written(name: str, values: Mapping[str, Any], origins: Mapping[str, Origin]) -> str:
-    field = Settings.model_fields[name]
-    value = values[name] if name in values else field.get_default(call_default_factory=True)
-    if origins[name].kind == "flag" and isinstance(value, bool):
-        return flag_name(name) if value else f"--no-{name.replace('_', '-')}"
-    return origins[name].with_value("********" if field.annotation is SecretStr else _spoken(value) or "''")

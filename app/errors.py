@@ -14,7 +14,7 @@ import msgspec
 Header = tuple[bytes, bytes]
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ErrorShape(msgspec.Struct, frozen=True):
     """What a failure looks like to the client."""
 
     status: int
@@ -28,37 +28,37 @@ class Answer(msgspec.Struct, frozen=True):
 _INVALID = "invalid_request_error"
 _SERVER = "server_error"
 
-TABLE: dict[str, Answer] = {
+TABLE: dict[str, ErrorShape] = {
     # the request itself
-    "invalid_json": Answer(400, _INVALID),
-    "invalid_request": Answer(400, _INVALID),
-    "invalid_session_id": Answer(400, _INVALID),
-    "invalid_hint": Answer(400, _INVALID),
-    "unknown_worker": Answer(400, _INVALID),
-    "hint_required": Answer(400, _INVALID),
-    "hint_conflict": Answer(400, _INVALID),
-    "invalid_api_key": Answer(401, "authentication_error"),
-    "forbidden": Answer(403, "permission_error"),
-    "not_found": Answer(404, _INVALID),
-    "model_not_found": Answer(404, _INVALID),
-    "method_not_allowed": Answer(405, _INVALID),
-    "request_timeout": Answer(408, _INVALID),
-    "request_too_large": Answer(413, _INVALID),
-    "head_too_large": Answer(431, _INVALID),
+    "invalid_json": ErrorShape(400, _INVALID),
+    "invalid_request": ErrorShape(400, _INVALID),
+    "invalid_session_id": ErrorShape(400, _INVALID),
+    "invalid_hint": ErrorShape(400, _INVALID),
+    "unknown_worker": ErrorShape(400, _INVALID),
+    "hint_required": ErrorShape(400, _INVALID),
+    "hint_conflict": ErrorShape(400, _INVALID),
+    "invalid_api_key": ErrorShape(401, "authentication_error"),
+    "forbidden": ErrorShape(403, "permission_error"),
+    "not_found": ErrorShape(404, _INVALID),
+    "model_not_found": ErrorShape(404, _INVALID),
+    "method_not_allowed": ErrorShape(405, _INVALID),
+    "request_timeout": ErrorShape(408, _INVALID),
+    "request_too_large": ErrorShape(413, _INVALID),
+    "head_too_large": ErrorShape(431, _INVALID),
     # placing
-    "no_worker": Answer(503, _SERVER, retry=True, retry_after=1),
-    "store_unavailable": Answer(503, _SERVER, retry=True, retry_after=1),
-    "overloaded": Answer(503, _SERVER, retry=True, retry_after=1),
+    "no_worker": ErrorShape(503, _SERVER, retry=True, retry_after=1),
+    "store_unavailable": ErrorShape(503, _SERVER, retry=True, retry_after=1),
+    "overloaded": ErrorShape(503, _SERVER, retry=True, retry_after=1),
     # the attempt, before the head; in all but the first the worker may have begun to work on it
-    "worker_unreachable": Answer(503, _SERVER, retry=True, retry_after=1),
-    "worker_reset": Answer(502, _SERVER),
-    "worker_bad_response": Answer(502, _SERVER, retry=False),
-    "worker_timeout": Answer(504, _SERVER, retry=False),
+    "worker_unreachable": ErrorShape(503, _SERVER, retry=True, retry_after=1),
+    "worker_reset": ErrorShape(502, _SERVER),
+    "worker_bad_response": ErrorShape(502, _SERVER, retry=False),
+    "worker_timeout": ErrorShape(504, _SERVER, retry=False),
     # after the head (inside the stream)
-    "worker_stream_broken": Answer(502, _SERVER),
-    "worker_stalled": Answer(504, _SERVER),
+    "worker_stream_broken": ErrorShape(502, _SERVER),
+    "worker_stalled": ErrorShape(504, _SERVER),
     # ours
-    "internal_error": Answer(500, _SERVER),
+    "internal_error": ErrorShape(500, _SERVER),
 }
 
 
@@ -97,18 +97,18 @@ def error_body(error: TurnError) -> bytes:
 
 def error_response(error: TurnError) -> tuple[int, list[Header], bytes]:
     """Status, headers and body of an error answer."""
-    answer = TABLE[error.code]
+    shape = TABLE[error.code]
     body = error_body(error)
     headers: list[Header] = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         *error.headers,
     ]
-    if answer.retry is not None:
-        headers.append((b"x-should-retry", b"true" if answer.retry else b"false"))
-    if answer.retry_after is not None:
-        headers.append((b"retry-after", b"%d" % answer.retry_after))
-    return answer.status, headers, body
+    if shape.retry is not None:
+        headers.append((b"x-should-retry", b"true" if shape.retry else b"false"))
+    if shape.retry_after is not None:
+        headers.append((b"retry-after", b"%d" % shape.retry_after))
+    return shape.status, headers, body
 
 
 def documented(*codes: str) -> dict[int | str, dict[str, Any]]:

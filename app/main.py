@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
 
 from app.admin import add_admin
-from app.config import Settings, WorkerSpec
+from app.config import Settings, Workers
 from app.control import add_control_plane
 from app.fleet.policies import POLICIES
-from app.fleet.workers import Fleet, make_worker
+from app.fleet.workers import Fleet, make_worker, worker_specs
 from app.http.headers import Forwarding
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
-from app.turn.turn import Limits, Proxy, Rules
-from backends import ClaimStore, Guarantee, open_store
-
-SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
-"""How the processes of one `serve --processes N` get the settings that were read and checked once."""
-
+from app.turn.request import Reading
+from app.turn.routing import Routing, Rules
+from app.turn.turn import Limits, Shared, Turns
+from backends import open_store
+from backends.base import ClaimStore
 
 _LAG_EVERY = 0.1
 """Seconds between looks at the loop's lag."""
 
 
 class Router(FastAPI):
-    """The application. Proxied paths go straight to the data plane and never enter the framework's middleware or
-    routing; FastAPI answers all others."""
+    """The application. Its FastAPI half answers the control plane; requests for proxied paths are given to `turns` by
+    the client's protocol (`app/http/client.py`) and never come here."""
 
-    proxy: Proxy
+    turns: Turns
     affinity: Affinity
     fleet: Fleet
     metrics: Metrics
@@ -51,12 +48,6 @@ class Router(FastAPI):
                 operation["responses"].pop("422", None)  # the framework's own; ours is 400
         return described
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_proxied(scope["path"]):
-            await self.proxy(scope, receive, send)  # type: ignore[arg-type]  # ASGI servers give coroutine functions
-        else:
-            await super().__call__(scope, receive, send)
-
 
 def is_proxied(path: str) -> bool:
     """Everything below /v1/ but the model list, which is merged from all workers."""
@@ -64,24 +55,33 @@ def is_proxied(path: str) -> bool:
 
 
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
-    """The router for `settings`. `store` overrides the one that `settings.claims` names; the caller closes it."""
-    tls = _worker_tls(settings)
+    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
+    tls = _worker_tls(settings.workers)
     fleet = Fleet(
         make_worker(
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
             tls=tls,
-            connect_limit=settings.connect_timeout,
-            idle_limit=settings.worker_keepalive,
+            connect_limit=settings.limits.connect_timeout,
+            idle_limit=settings.workers.worker_keepalive,
         )
-        for spec in map(WorkerSpec, settings.worker)
+        for spec in worker_specs(settings.workers.worker)
     )
     metrics = Metrics()
-    policy = POLICIES[settings.policy]()
-    tenants = read_keys(settings.api_keys) if settings.api_keys is not None else Tenants({})
-    admins = Admins(settings.admin_token.get_secret_value())
-    hasher = KeyHasher(settings.session_secret.get_secret_value().encode())
+    policy = POLICIES[settings.workers.policy]
+    tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
+    admins = Admins(settings.access.admin_token.get_secret_value())
+    hasher = KeyHasher(settings.store.session_secret.get_secret_value().encode())
+    reading = Reading(
+        identifier=Identifier(settings.sessions.session_from),
+        tenants=tenants,
+        forwarding=Forwarding(settings.listen.trusted_proxies),
+        worker_key=settings.workers.key.encode(),
+        rank_header=settings.workers.rank_header.lower().encode(),
+        has_ranks=any(target.rank is not None for worker in fleet for target in worker.targets),
+        body_limit=settings.limits.max_body_bytes,
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -96,38 +96,38 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 fleet,
                 policy,
                 metrics,
-                replica=settings.replica,
-                ttl=settings.session_ttl,
-                max_stale=settings.max_stale,
-                capacity=settings.claim_cache,
-                refuse_on_outage=settings.on_store_outage == "refuse",
-                close_limit=settings.store_deadline,
-                parent_slack=settings.parent_slack,
-                log_share=settings.log_bindings,
+                replica=settings.store.replica,
+                ttl=settings.store.session_ttl,
+                max_stale=settings.store.max_stale,
+                capacity=settings.store.claim_cache,
+                refuse_on_outage=settings.store.on_store_outage == "refuse",
+                close_limit=settings.store.store_deadline,
+                parent_slack=settings.sessions.parent_slack,
+                log_share=settings.sessions.log_bindings,
             )
-            app.proxy = Proxy(
-                fleet=fleet,
-                policy=policy,
-                affinity=app.affinity,
-                hasher=hasher,
-                metrics=metrics,
-                limits=Limits(
-                    body_bytes=settings.max_body_bytes,
-                    first_byte=settings.first_byte_timeout,
-                    idle=settings.idle_timeout,
-                    total=settings.turn_timeout,
-                ),
-                identifier=Identifier(settings.session_from),
-                tenants=tenants,
-                admins=admins,
-                forwarding=Forwarding(settings.trusted_proxies),
-                rules=Rules(
-                    soft_overload=settings.overload if settings.affinity == "soft" else 0,
-                    reject_conflicts=settings.hint_conflict == "reject",
-                    hints_only=settings.policy == "direct",
-                    worker_key=settings.worker_key.encode(),
-                    rank_header=settings.rank_header.lower().encode(),
-                ),
+            app.turns = Turns(
+                Shared(
+                    fleet=fleet,
+                    reading=reading,
+                    routing=Routing(
+                        fleet=fleet,
+                        policy=policy,
+                        affinity=app.affinity,
+                        hasher=hasher,
+                        metrics=metrics,
+                        admins=admins,
+                        rules=Rules(
+                            soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
+                            reject_conflicts=settings.sessions.hint_conflict == "reject",
+                        ),
+                    ),
+                    metrics=metrics,
+                    limits=Limits(
+                        first_byte=settings.limits.first_byte_timeout,
+                        idle=settings.limits.idle_timeout,
+                        total=settings.limits.turn_timeout,
+                    ),
+                )
             )
             _register_gauges(app)
             app.affinity.start()
@@ -146,9 +146,11 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         draining=lambda: app.draining,
         tls=tls,
         tenants=tenants,
-        worker_key=settings.worker_key,
+        worker_key=settings.workers.key,
     )
-    add_admin(app, fleet=fleet, affinity=lambda: app.affinity, hasher=hasher, admins=admins, replica=settings.replica)
+    add_admin(
+        app, fleet=fleet, affinity=lambda: app.affinity, hasher=hasher, admins=admins, replica=settings.store.replica
+    )
     return app
 
 
@@ -162,17 +164,12 @@ async def _measure_lag(metrics: Metrics) -> None:
 
 async def open_claims(settings: Settings) -> ClaimStore:
     """The store that the settings name. Raises StoreConfigurationError."""
-    need = Guarantee.ACROSS_PROCESSES if settings.processes > 1 else Guarantee.NONE
-    return await open_store(settings.claims, need=need, deadline=settings.store_deadline)
+    several = settings.listen.processes > 1
+    return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
 
 
-def app_from_environment() -> Router:
-    """For the processes of `serve --processes N`."""
-    return create_app(Settings.model_validate_json(os.environ[SETTINGS_VARIABLE]))
-
-
-def _worker_tls(settings: Settings) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=str(settings.worker_ca) if settings.worker_ca else None)
+def _worker_tls(settings: Workers) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=settings.worker_ca)
     if not settings.worker_tls_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
@@ -181,9 +178,9 @@ def _worker_tls(settings: Settings) -> ssl.SSLContext:
 
 
 def _register_gauges(app: Router) -> None:
-    affinity, metrics, proxy = app.affinity, app.metrics, app.proxy
+    affinity, metrics, turns = app.affinity, app.metrics, app.turns
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
-    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: proxy.turns)
+    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: len(turns))
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)

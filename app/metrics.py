@@ -6,9 +6,11 @@ increment costs a tenth of the library's. Gauges that mirror state are read when
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -17,17 +19,16 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 AFFINITY_OUTCOMES = ("created", "cached", "stored", "rebound", "degraded", "bypassed", "none")
-TURN_OUTCOMES = (
-    "completed",
-    "client_error",
-    "worker_error",
-    "aborted",
-    "broken",
-    "rejected",
-    "unplaced",
-    "failed",
-    "explained",
-)
+TurnOutcome = Literal[
+    "completed", "client_error", "worker_error", "aborted", "broken", "rejected", "unplaced", "failed", "explained"
+]
+TURN_OUTCOMES: tuple[TurnOutcome, ...] = get_args(TurnOutcome)
+CLOSE_OUTCOMES = ("closed", "gone", "superseded", "expired")
+CONNECT_OUTCOMES = ("ok", "failed")
+PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
+RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died")
+STORE_CALLS = ("get", "create", "close", "renew")
+STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
 
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
@@ -36,23 +37,25 @@ _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 
 _STORE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 Labels = tuple[str, ...]
+Values = Mapping[str, Labels]
+"""A metric's labels, each with the values that it can have; none: whatever comes."""
 
 
 class Counter:
     """Cells by label values: `counter.cells[labels] += 1`."""
 
-    def __init__(self, name: str, text: str, labels: Labels = (), known: Iterable[Labels] = ()) -> None:
-        """`known`: cells that are shown as 0 before they are counted."""
-        self.name, self.text, self.labels = name, text, labels
+    def __init__(self, name: str, text: str, labels: Values | None = None) -> None:
+        """Where the values of all labels are known, each cell is shown as 0 before it is counted."""
+        self.name, self.text, self.labels = name, text, labels or {}
         self.cells: defaultdict[Labels, int] = defaultdict(int)
-        for cell in known or ([()] if not labels else []):
+        for cell in itertools.product(*self.labels.values()):
             self.cells[cell] = 0
 
     def inc(self, *labels: str) -> None:
         self.cells[labels] += 1
 
     def family(self) -> Metric:
-        family = CounterMetricFamily(self.name, self.text, labels=self.labels)
+        family = CounterMetricFamily(self.name, self.text, labels=tuple(self.labels))
         for cell, count in self.cells.items():
             family.add_metric(cell, count)
         return family
@@ -61,10 +64,10 @@ class Counter:
 class Histogram:
     """A distribution; `bounds` in the unit that the name ends with."""
 
-    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Labels = ()) -> None:
-        self.name, self.text, self.bounds, self.labels = name, text, bounds, labels
+    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Values | None = None) -> None:
+        self.name, self.text, self.bounds, self.labels = name, text, bounds, labels or {}
         self._cells: dict[Labels, tuple[list[int], list[float]]] = {}
-        if not labels:
+        if not self.labels:
             self._cell(())
 
     def _cell(self, labels: Labels) -> tuple[list[int], list[float]]:
@@ -77,7 +80,7 @@ class Histogram:
         total[0] += value
 
     def family(self) -> Metric:
-        family = HistogramMetricFamily(self.name, self.text, labels=self.labels)
+        family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
         for cell, (counts, total) in self._cells.items():
             buckets, seen = [], 0
             for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), counts, strict=True):
@@ -91,34 +94,43 @@ class Metrics(Collector):
     """The router's metrics; `render` is the text that Prometheus scrapes."""
 
     def __init__(self) -> None:
-        self.turns = Counter("coatcheck_turns", "Turns by model and outcome.", ("model", "outcome"))
-        self.affinity = Counter(
-            "coatcheck_affinity", "How turns came to their target.", ("outcome",), [(o,) for o in AFFINITY_OUTCOMES]
-        )
+        self.turns = Counter("coatcheck_turns", "Turns by model and outcome.", {"model": (), "outcome": TURN_OUTCOMES})
+        self.affinity = Counter("coatcheck_affinity", "How turns came to their target.", {"outcome": AFFINITY_OUTCOMES})
         self.ttft = Histogram(
             "coatcheck_ttft_seconds", "From a request's arrival to the first body byte from the worker.", _SECONDS
         )
         self.turn_seconds = Histogram("coatcheck_turn_seconds", "From a request's arrival to its end.", _SECONDS)
-        self.retries = Counter("coatcheck_attempts_retried", "Attempts made again, by reason.", ("reason",))
-        self.connects = Counter("coatcheck_worker_connects", "Connections to workers.", ("worker", "outcome"))
+        self.retries = Counter(
+            "coatcheck_attempts_retried", "Attempts made again, by reason.", {"reason": RETRY_REASONS}
+        )
+        self.connects = Counter(
+            "coatcheck_worker_connects", "Connections to workers.", {"worker": (), "outcome": CONNECT_OUTCOMES}
+        )
         self.store_seconds = Histogram(
-            "coatcheck_store_seconds", "Claim store calls.", _STORE_SECONDS, ("op", "outcome")
+            "coatcheck_store_seconds",
+            "Claim store calls.",
+            _STORE_SECONDS,
+            {"op": STORE_CALLS, "outcome": STORE_OUTCOMES},
         )
         self.unproven = Counter(
             "coatcheck_unproven_claims_used", "Cached claims used although the store could not confirm them."
         )
-        self.closes = Counter("coatcheck_closes", "Claims closed by final turns or by hand, by outcome.", ("outcome",))
+        self.closes = Counter(
+            "coatcheck_closes", "Claims closed by final turns or by hand, by outcome.", {"outcome": CLOSE_OUTCOMES}
+        )
         self.hints_overridden = Counter(
             "coatcheck_hints_overridden", "Placement hints that an existing claim overrode."
         )
         self.hints_ignored = Counter(
-            "coatcheck_hints_ignored", "Hints of kinds that have no effect here, by kind.", ("kind",)
+            "coatcheck_hints_ignored", "Hints of kinds that have no effect here, by kind.", {"kind": ("prefill",)}
         )
         self.final_unclear = Counter(
             "coatcheck_final_headers_unclear", "Final headers that say neither yes nor no; they count as no."
         )
         self.parents = Counter(
-            "coatcheck_parent_placements", "First turns of child sessions, by whether they followed.", ("outcome",)
+            "coatcheck_parent_placements",
+            "First turns of child sessions, by whether they followed.",
+            {"outcome": PARENT_OUTCOMES},
         )
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS
@@ -139,7 +151,7 @@ class Metrics(Collector):
         """A gauge for each value of a label, read when scraped."""
         self._gauges.append((name, text, (label,), lambda: [((value,), number) for value, number in read()]))
 
-    def turn(self, model: str | None, outcome: str) -> None:
+    def turn(self, model: str | None, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
         name = model or ""
         if name not in self._models:

@@ -13,7 +13,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from app.config import CONFIG_VARIABLE, SettingsError, read_settings, variable_name
+from app import Trouble
+from app.config import CONFIG_VARIABLE, SETTINGS, read_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = 10.0
@@ -22,43 +23,36 @@ _PAGE = 1000
 """The most sessions that one answer lists."""
 _WRONG_USE = frozenset({400, 422})
 
-
-class Trouble(Exception):
-    """What one line on stderr says; `code`: the exit code."""
-
-    def __init__(self, message: str, code: int = 1) -> None:
-        super().__init__(message)
-        self.code = code
+Ask = Callable[..., dict[str, Any]]
+"""`ask(method, path, **query)` answers the JSON or raises Trouble."""
 
 
-def add_sessions_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
-    parser.add_argument(
-        "action",
-        choices=("list", "show", "close"),
-        metavar="ACTION",
-        help="list: what the replica holds, by hash; show: one session; close: one session, wherever it is held",
-    )
-    parser.add_argument("id", nargs="?", metavar="ID", help="the session's id, as its client sends it")
-    parser.add_argument("--agent", default="", metavar="ID", help="of a child agent within the session (Claude Code)")
-    parser.add_argument("--tenant", default="", metavar="NAME", help="whose session it is, where there are API keys")
-    parser.add_argument("--hash", action="store_true", help="ID is the hash that lists show")
-    parser.add_argument("--worker", default="", metavar="NAME", help="list only sessions at this worker")
-    parser.add_argument("--limit", type=_positive, default=50, metavar="N", help="list so many. Default: 50")
-    parser.add_argument("--all", action="store_true", help="list all")
-    _add_common(parser)
-
-
-def add_workers_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_common(parser)
-
-
-def _add_common(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
+    """The options that `run` takes; `command`: sessions or workers."""
+    parser.set_defaults(run=run)
+    if command == "sessions":
+        parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
+        parser.add_argument(
+            "action",
+            choices=("list", "show", "close"),
+            metavar="ACTION",
+            help="list: what the replica holds, by hash; show: one session; close: one session, wherever it is held",
+        )
+        parser.add_argument("id", nargs="?", metavar="ID", help="the session's id, as its client sends it")
+        parser.add_argument(
+            "--agent", default="", metavar="ID", help="of a child agent within the session (Claude Code)"
+        )
+        parser.add_argument(
+            "--tenant", default="", metavar="NAME", help="whose session it is, where there are API keys"
+        )
+        parser.add_argument("--hash", action="store_true", help="ID is the hash that lists show")
+        parser.add_argument("--worker", default="", metavar="NAME", help="list only sessions at this worker")
+        parser.add_argument("--limit", type=_positive, default=50, metavar="N", help="list so many. Default: 50")
+        parser.add_argument("--all", action="store_true", help="list all")
     parser.add_argument("--url", default=DEFAULT_URL, help=f"the replica to ask. Default: {DEFAULT_URL}")
+    token = SETTINGS["admin_token"].variable
     parser.add_argument(
-        "--token",
-        metavar="TOKEN",
-        help=f"the router's admin token. Default: its own setting [{variable_name('admin_token')}]",
+        "--token", metavar="TOKEN", help=f"the router's admin token. Default: its own setting [{token}]"
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"the router's file, for its admin token [{CONFIG_VARIABLE}]"
@@ -66,46 +60,26 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def run_sessions(args: argparse.Namespace) -> int:
-    if (args.action == "list") == (args.id is not None):
-        return _told(Trouble(f"sessions {args.action} takes {'no' if args.id is not None else 'an'} ID", 2))
-    return _run(args, {"list": _list, "show": _show, "close": _close}[args.action])
-
-
-def run_workers(args: argparse.Namespace) -> int:
-    return _run(args, _workers)
-
-
-Ask = Callable[..., dict[str, Any]]
-"""`ask(method, path, **query)` answers the JSON or raises Trouble."""
-
-
-def _run(args: argparse.Namespace, command: Callable[[argparse.Namespace, Ask], None]) -> int:
+def run(args: argparse.Namespace) -> int:
+    """Ask, and print what was answered. Answers the exit code. Raises Trouble."""
+    action = args.action if args.command == "sessions" else "workers"
+    if args.command == "sessions" and (action == "list") == (args.id is not None):
+        raise Trouble(f"sessions {action} takes {'no' if args.id is not None else 'an'} ID", code=2)
+    token = args.token
+    if token is None:
+        token = read_settings({}, args.config).settings.access.admin_token.get_secret_value()
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    url = args.url.rstrip("/")
     try:
-        token = _token(args)
-        with httpx.Client(
-            base_url=args.url.rstrip("/"),
-            trust_env=False,
-            timeout=_TIMEOUT,
-            headers={"authorization": f"Bearer {token}"} if token else {},
-        ) as client:
-            command(args, lambda method, path, **query: _ask(client, method, path, query))
-    except Trouble as trouble:
-        return _told(trouble)
+        with httpx.Client(base_url=url, trust_env=False, timeout=_TIMEOUT, headers=headers) as client:
+            {"list": _list, "show": _show, "close": _close, "workers": _workers}[action](
+                args, lambda method, path, **query: _ask(client, method, path, query)
+            )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        return _told(Trouble(f"--url {args.url} is not the URL of a router; write one like {DEFAULT_URL}", 2))
+        raise Trouble(f"--url {args.url} is not the URL of a router; write one like {DEFAULT_URL}", code=2) from None
     except BrokenPipeError:  # of `| head`
         sys.stderr.close()
     return 0
-
-
-def _token(args: argparse.Namespace) -> str:
-    if args.token is not None:
-        return str(args.token)
-    try:
-        return read_settings({}, args.config).settings.admin_token.get_secret_value()
-    except SettingsError as error:
-        raise Trouble("; ".join(error.problems), 2) from None
 
 
 def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,7 +96,7 @@ def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any])
         message = said["error"]["message"]
     except (ValueError, KeyError, TypeError):
         raise Trouble(f"{client.base_url} does not answer as a router (status {answer.status_code})") from None
-    raise Trouble(str(message), 2 if answer.status_code in _WRONG_USE else 1)
+    raise Trouble(str(message), code=2 if answer.status_code in _WRONG_USE else 1)
 
 
 def _session(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,11 +107,8 @@ def _show(args: argparse.Namespace, ask: Ask) -> None:
     session = ask("GET", "/admin/session", **_session(args))
     if args.json:
         _print_json(session)
-        return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in session.items():
-        table.add_row(name.replace("_", " "), _cell(value))
-    _console().print(table)
+    else:
+        _print_table((), [(name.replace("_", " "), value) for name, value in session.items()])
 
 
 def _close(args: argparse.Namespace, ask: Ask) -> None:
@@ -164,9 +135,9 @@ def _list(args: argparse.Namespace, ask: Ask) -> None:
         _print_json({**page, "sessions": sessions})
         return
     columns = ("session", "worker", "rank", "active_here", "age_seconds", "expires_in_seconds", "generation", "source")
-    _print_table(columns, sessions)
+    _print_table(columns, [[session[column] for column in columns] for session in sessions])
     counts = ", ".join(f"{name} {count}" for name, count in page["by_worker"].items())
-    more = "" if not after else "; there are more: --all"
+    more = "; there are more: --all" if after else ""
     print(f"{len(sessions)} of the {page['total']} sessions that {page['replica']} holds ({counts}){more}")
 
 
@@ -175,25 +146,20 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
     if args.json:
         _print_json(said)
         return
-    rows = [
-        {**worker, "ranks": " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None}
-        for worker in said["workers"]
-    ]
-    _print_table(("name", "url", "available", "in_flight", "ranks", "sessions", "connections"), rows)
+    for worker in said["workers"]:
+        worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
+    columns = ("name", "url", "available", "in_flight", "ranks", "sessions", "connections")
+    _print_table(columns, [[worker[column] for column in columns] for worker in said["workers"]])
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=bool(columns))
     for column in columns:
         table.add_column(column.replace("_", " "), no_wrap=True)
     for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
-    _console().print(table)
-
-
-def _console() -> Console:
-    """Whole lines where nobody looks at them, so that they can be searched."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
+        table.add_row(*map(_cell, row))
+    # Whole lines where nobody looks at them, so that they can be searched.
+    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000).print(table)
 
 
 def _cell(value: Any) -> str:
@@ -207,12 +173,6 @@ def _print_json(value: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
-    return number
-
-
-def _told(trouble: Trouble) -> int:
-    print(f"coatcheck: {trouble}", file=sys.stderr)
-    return trouble.code
+    return int(text)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import ctypes
 import errno
-import importlib.metadata
 import itertools
 import logging
 import os
@@ -23,13 +22,15 @@ from types import FrameType
 
 import uvicorn
 
-from app import children
-from app.config import Settings, dump_settings, mask
+from app import Trouble, children, version
+from app.config import Settings, mask
 from app.http.client import ClientLimits, client_protocol
-from app.main import SETTINGS_VARIABLE, Router, app_from_environment, create_app, is_proxied
+from app.main import Router, create_app, is_proxied
 
 log = logging.getLogger("coatcheck")
 
+_SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
+"""How the processes of `--processes N` get the settings that were read and checked once."""
 _BACKLOG = 4096
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
@@ -41,30 +42,20 @@ _SHORT_LIFE = 1.0
 
 
 def serve(settings: Settings) -> int:
-    """Serve until a signal, with logging configured. Answers the exit code."""
+    """Serve until a signal, with logging configured. Answers the exit code. Raises Trouble where it cannot listen."""
     try:
-        sockets = listen(settings.host, settings.port)
+        sockets = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
         remedy = "free it or choose another --port" if error.errno == errno.EADDRINUSE else "choose another --host"
-        print(
-            f"coatcheck: cannot listen on {settings.host}:{settings.port}: {error.strerror}; {remedy}", file=sys.stderr
-        )
-        return 1
+        where = f"{settings.listen.host}:{settings.listen.port}"
+        raise Trouble(f"cannot listen on {where}: {error.strerror}; {remedy}") from None
     with contextlib.ExitStack() as stack:
         for listener in sockets:
             stack.enter_context(contextlib.closing(listener))
-        if settings.processes > 1:
+        if settings.listen.processes > 1:
             return _Supervisor(settings, sockets).run()
         Server(create_app(settings), settings, announcement=_announcement(settings, sockets)).run(sockets)
     return 0
-
-
-def version() -> str:
-    """Of the installed package; sources that are run without being installed do not know theirs."""
-    try:
-        return importlib.metadata.version("coatcheck")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -123,14 +114,14 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http=client_protocol(
-                    lambda path: router.proxy if is_proxied(path) else None,
+                http=client_protocol(  # type: ignore[arg-type]  # it calls it, and asks for no more of a class
+                    lambda path: router.turns if is_proxied(path) else None,
                     lambda: router.draining,
                     ClientLimits(
-                        head_bytes=settings.max_header_bytes,
-                        head_wait=settings.client_head_timeout,
-                        body_wait=settings.client_body_timeout,
-                        idle=settings.keepalive_timeout,
+                        head_bytes=settings.limits.max_header_bytes,
+                        head_wait=settings.limits.client_head_timeout,
+                        body_wait=settings.limits.client_body_timeout,
+                        idle=settings.listen.keepalive_timeout,
                     ),
                 ),
                 ws="none",
@@ -141,11 +132,11 @@ class Server(uvicorn.Server):
                 date_header=False,
                 proxy_headers=False,
                 backlog=_BACKLOG,
-                timeout_graceful_shutdown=settings.drain_timeout,
+                timeout_graceful_shutdown=settings.process.drain_timeout,
             )
         )
         self._router = router
-        self._drain_delay = settings.drain_delay
+        self._drain_delay = settings.process.drain_delay
         self._announcement = announcement
         self._forceful = forceful
         self._exit_at: float | None = None
@@ -200,7 +191,7 @@ class _Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:
-            for _ in range(self._settings.processes):
+            for _ in range(self._settings.listen.processes):
                 self._start()
             log.info(_announcement(self._settings, self._sockets))
             while not self._signals:
@@ -214,36 +205,25 @@ class _Supervisor:
                         # It gave up by itself, as they do when they cannot start. The next one would do the same.
                         log.error("process %d ended with exit code %d; all are stopped", child.pid, child.returncode)
                         return 1
-                    log.error(
-                        "process %d %s; another one takes its place", child.pid, children.spoken_end(child.returncode)
-                    )
+                    ended = children.spoken_end(child.returncode)
+                    log.error("process %d %s; another one takes its place", child.pid, ended)
                     if lived < _SHORT_LIFE:
                         time.sleep(_SHORT_LIFE)
                     self._start()
             return 0
         finally:
-            self._stop()
+            for listener in self._sockets:
+                listener.close()  # the processes have their own; in ours connections would wait for nobody
+            drain = self._settings.process.drain_delay + self._settings.process.drain_timeout
+            children.stop(self._running, grace=drain + _STOP_MARGIN, hurried=lambda: self._signals > 1)
 
     def _start(self) -> None:
-        replica = f"{self._settings.replica}-{next(self._numbers)}"
-        environment = os.environ | {
-            SETTINGS_VARIABLE: dump_settings(self._settings.model_copy(update={"replica": replica}))
-        }
+        replica = f"{self._settings.store.replica}-{next(self._numbers)}"
+        store = self._settings.store.model_copy(update={"replica": replica})
+        environment = os.environ | {_SETTINGS_VARIABLE: self._settings.model_copy(update={"store": store}).dump()}
         descriptors = [listener.fileno() for listener in self._sockets]
         child = children.start("app.serve", *map(str, descriptors), environment=environment, pass_fds=descriptors)
         self._running[child] = time.monotonic()
-
-    def _stop(self) -> None:
-        for listener in self._sockets:
-            listener.close()  # the processes have their own; in ours connections would wait for nobody
-        for child in self._running:
-            child.terminate()
-        give_up = time.monotonic() + self._settings.drain_delay + self._settings.drain_timeout + _STOP_MARGIN
-        while any(child.poll() is None for child in self._running):
-            if time.monotonic() > give_up or self._signals > 1:
-                break
-            time.sleep(0.05)
-        children.stop(self._running, grace=0)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
@@ -252,22 +232,22 @@ class _Supervisor:
 def _announcement(settings: Settings, sockets: list[socket.socket]) -> str:
     host, port = sockets[0].getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    workers = len(settings.worker)
+    workers, processes = len(settings.workers.worker), settings.listen.processes
     parts = [
         f"coatcheck {version()} at http://{address}",
         f"{workers} worker{'s' * (workers != 1)}",
-        f"claims in {mask(settings.claims)}",
-        f"replica {settings.replica}" + (f"-1 to -{settings.processes}" if settings.processes > 1 else ""),
+        f"claims in {mask(settings.store.claims)}",
+        f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
     ]
     return ", ".join(parts)
 
 
 def _serve_as_child() -> int:
     """One of the supervisor's processes: `python -m app.serve FD...`, the settings in the environment."""
-    router = app_from_environment()
-    settings = Settings.model_validate_json(os.environ[SETTINGS_VARIABLE])
-    configure_logging(settings.log_level)
-    Server(router, settings, forceful=False).run([socket.socket(fileno=int(text)) for text in sys.argv[1:]])
+    settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
+    configure_logging(settings.process.log_level)
+    sockets = [socket.socket(fileno=int(text)) for text in sys.argv[1:]]
+    Server(create_app(settings), settings, forceful=False).run(sockets)
     return 0
 
 

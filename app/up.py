@@ -8,7 +8,9 @@ is named after the first replica's port: two `up`s side by side have different w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -17,16 +19,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
 from rich.text import Text
 
-from app import children
+from app import Trouble, children
 from app.config import VARIABLE_PREFIX
 from app.fleet.workers import worker_name
 from mocker.settings import MockSettings
@@ -38,25 +39,19 @@ _STOP_GRACE = 3.5
 """Seconds for all to end before what is left is killed."""
 
 
-class UpError(Exception):
-    """It cannot be brought up, or did not stay up; the message is for the user."""
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `run` takes."""
-    defaults = MockSettings()
-    parser.add_argument(
-        "--port", type=_number(1, 65535), default=8000, metavar="N", help="the first replica's port (%(default)s)"
-    )
-    parser.add_argument(
-        "--worker-port", type=_number(1, 65535), default=9001, metavar="N", help="the first worker's port (%(default)s)"
-    )
-    parser.add_argument(
-        "--replicas", type=_number(1, 64), default=2, metavar="N", help="replicas of the router (%(default)s)"
-    )
-    parser.add_argument(
-        "--workers", type=_number(1, 64), default=2, metavar="N", help="simulated workers (%(default)s)"
-    )
+    parser.set_defaults(run=run)
+    mock = MockSettings()
+    for flag, kind, default, metavar, meaning in (
+        ("--port", _number(1, 65535), 8000, "N", "the first replica's port"),
+        ("--worker-port", _number(1, 65535), 9001, "N", "the first worker's port"),
+        ("--replicas", _number(1, 64), 2, "N", "replicas of the router"),
+        ("--workers", _number(1, 64), 2, "N", "simulated workers"),
+        ("--ttft-ms", float, mock.ttft_ms, "MS", "a worker's time to first token"),
+        ("--itl-ms", float, mock.itl_ms, "MS", "a worker's inter-token latency"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"{meaning} (%(default)g)")
     parser.add_argument(
         "--state",
         type=Path,
@@ -64,64 +59,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where claims are kept from one run to the next (%(default)s in the current folder)",
     )
-    parser.add_argument(
-        "--ttft-ms",
-        type=float,
-        default=defaults.ttft_ms,
-        metavar="MS",
-        help="a worker's time to first token (%(default)g)",
-    )
-    parser.add_argument(
-        "--itl-ms",
-        type=float,
-        default=defaults.itl_ms,
-        metavar="MS",
-        help="a worker's inter-token latency (%(default)g)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run until SIGINT, SIGTERM or SIGHUP (then 0), or until one of the processes ends by itself (then 1)."""
+    """Run until SIGINT, SIGTERM or SIGHUP (then 0), or until one of the processes ends by itself (then Trouble)."""
     try:
         MockSettings(ttft_ms=args.ttft_ms, itl_ms=args.itl_ms)
     except ValueError as error:
-        return _fail(2, str(error))
+        raise Trouble(str(error), code=2) from None
     console = Console(soft_wrap=True, highlight=False)
-    stopped = _Signals()
-    fleet = _Fleet(args)
-    try:
-        taken = fleet.choose_ports()
-        for port, instead in taken:
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda came, _: signals.append(came))
+    with contextlib.closing(_Fleet(args)) as fleet:
+        for port, instead in fleet.replaced:
             console.print(f"Port {port} is taken by another program; {instead} is used instead.")
         fleet.start()
-        fleet.wait_until_ready(stopped)
-        if not stopped:
+        if fleet.wait_until_ready(signals):
             _introduce(console, fleet)
-        while not stopped:
+        while not signals:
             time.sleep(0.1)
-            if not stopped:
+            if not signals:
                 fleet.check()
-    except UpError as error:
-        return _fail(1, f"{error}; all others are stopped")
-    finally:
-        fleet.stop()
     console.print("Stopped.")
     return 0
-
-
-class _Signals:
-    """True once the user wants it to end."""
-
-    def __init__(self) -> None:
-        self._came = False
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
-
-    def __bool__(self) -> bool:
-        return self._came
 
 
 class _Member(NamedTuple):
@@ -133,62 +94,55 @@ class _Member(NamedTuple):
 
 
 class _Fleet:
-    """The workers and the replicas."""
+    """The workers and the replicas, all stopped by `close`. Raises Trouble."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self.claims = Path()
-        self.worker_urls: list[str] = []
-        self.replica_urls: list[str] = []
-        self._workers: list[_Member] = []
-        self._replicas: list[_Member] = []
-
-    def choose_ports(self) -> list[tuple[int, int]]:
-        """Decide who listens where. Answers the wanted ports that are taken, each with the one used instead."""
-        args = self._args
-        ports, replaced = _free_ports([args.port + i for i in range(args.replicas)], ())
-        worker_ports, more = _free_ports([args.worker_port + i for i in range(args.workers)], ports)
+        """Decides who listens where. `replaced`: the wanted ports that are taken, each with the one used instead."""
+        ports, replaced = _free_ports(args.port, args.replicas)
+        worker_ports, more = _free_ports(args.worker_port, args.workers, ports)
+        self.replaced = replaced + more
         self.replica_urls = [f"http://{HOST}:{port}" for port in ports]
         self.worker_urls = [f"http://{HOST}:{port}" for port in worker_ports]
         self.claims = args.state.absolute() / f"claims-{ports[0]}"
-        return replaced + more
+        self._latencies = ["--ttft-ms", str(args.ttft_ms), "--itl-ms", str(args.itl_ms)]
+        self._members: list[_Member] = []
 
     def start(self) -> None:
-        args = self._args
         # Everything is said in flags; the user's variables are for a router of the user's own.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
-        for url in self.worker_urls:
-            command = ["--port", _port(url), "--ttft-ms", str(args.ttft_ms), "--itl-ms", str(args.itl_ms)]
-            process = children.start("mocker", *command, environment=environment, stdout=subprocess.DEVNULL)
-            self._workers.append(_Member(f"the worker at {url}", f"{url}/health", process))
-        for url in self.replica_urls:
-            command = ["serve", "--port", _port(url), "--claims", self.claims.as_uri(), "--log-level", "warning"]
-            command += ["--drain-timeout", str(_DRAIN_SECONDS)]
-            command += [word for worker in self.worker_urls for word in ("--worker", worker)]
-            process = children.start("app", *command, environment=environment)
-            self._replicas.append(_Member(f"the replica at {url}", f"{url}/ready", process))
+        router = ["app", "serve", "--claims", self.claims.as_uri(), "--drain-timeout", str(_DRAIN_SECONDS)]
+        router += ["--log-level", "warning", *(f"--worker={url}" for url in self.worker_urls)]
+        for what, urls, path, command, stdout in (
+            ("worker", self.worker_urls, "/health", ["mocker", *self._latencies], subprocess.DEVNULL),
+            ("replica", self.replica_urls, "/ready", router, None),
+        ):
+            for url in urls:
+                port = url.rpartition(":")[2]
+                process = children.start(*command, "--port", port, environment=environment, stdout=stdout)
+                self._members.append(_Member(f"the {what} at {url}", url + path, process))
 
-    def wait_until_ready(self, stopped: _Signals) -> None:
-        """Raises UpError when that takes too long or one of them ends."""
+    def close(self) -> None:
+        children.stop([member.process for member in reversed(self._members)], grace=_STOP_GRACE)
+
+    def wait_until_ready(self, signals: Sequence[int]) -> bool:
+        """Until all answer (then True) or a signal comes. Raises Trouble when that takes too long or one ends."""
         give_up = time.monotonic() + _READY_LIMIT
-        waiting = [*self._workers, *self._replicas]
+        waiting = self._members
         with httpx.Client(trust_env=False, timeout=1.0) as client:
-            while waiting and not stopped:
+            while waiting and not signals:
                 self.check()
                 waiting = [member for member in waiting if not _answers(client, member.ready_url)]
-                if time.monotonic() > give_up:
-                    raise UpError(f"{waiting[0].what} is not ready after {_READY_LIMIT:g} s")
+                if waiting and time.monotonic() > give_up:
+                    raise Trouble(f"{waiting[0].what} is not ready after {_READY_LIMIT:g} s; all others are stopped")
                 time.sleep(0.05)
+        return not signals
 
     def check(self) -> None:
-        """Raises UpError when a process has ended."""
-        for member in (*self._workers, *self._replicas):
-            code = member.process.poll()
+        """Raises Trouble when a process has ended."""
+        for what, _, process in self._members:
+            code = process.poll()
             if code is not None:
-                raise UpError(f"{member.what} {children.spoken_end(code)}")
-
-    def stop(self) -> None:
-        children.stop([member.process for member in (*self._replicas, *self._workers)], grace=_STOP_GRACE)
+                raise Trouble(f"{what} {children.spoken_end(code)}; all others are stopped")
 
 
 def _introduce(console: Console, fleet: _Fleet) -> None:
@@ -215,47 +169,34 @@ def _introduce(console: Console, fleet: _Fleet) -> None:
 
 def _curl(url: str, *options: str, question: str, session: str | None = None) -> str:
     body: dict[str, Any] = {"model": "mock-model", "messages": [{"role": "user", "content": question}]}
+    headers = ["-H", "content-type: application/json"]
     if session:
         body |= {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
-    headers = ["content-type: application/json", *([f"X-Dynamo-Session-ID: {session}"] if session else [])]
-    words = ["curl", *options, f"{url}/v1/chat/completions"]
-    words += [word for header in headers for word in ("-H", header)]
-    return shlex.join([*words, "-d", json.dumps(body)])
+        headers += ["-H", f"X-Dynamo-Session-ID: {session}"]
+    return shlex.join(["curl", *options, f"{url}/v1/chat/completions", *headers, "-d", json.dumps(body)])
 
 
 def _client_snippet(url: str, question: str) -> str:
     installed = importlib.util.find_spec("openai") is not None
-    python = shlex.quote(sys.executable) if installed else "python3"
-    lines = [] if installed else ["# needs: pip install openai"]
-    return "\n".join(
-        [
-            *lines,
-            f"{python} - <<'END'",
-            "from openai import OpenAI",
-            f'client = OpenAI(base_url="{url}/v1", api_key="none", default_headers={{"X-Dynamo-Session-ID": "demo"}})',
-            f'messages = [{{"role": "user", "content": "{question}"}}]',
-            'answer = client.chat.completions.create(model="mock-model", messages=messages)',
-            "print(answer.choices[0].message.content, answer.usage)",
-            "END",
-        ]
-    )
+    python = shlex.quote(sys.executable) if installed else "# needs: pip install openai\npython3"
+    return f"""{python} - <<'END'
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none", default_headers={{"X-Dynamo-Session-ID": "demo"}})
+messages = [{{"role": "user", "content": "{question}"}}]
+answer = client.chat.completions.create(model="mock-model", messages=messages)
+print(answer.choices[0].message.content, answer.usage)
+END"""
 
 
-def _free_ports(wanted: Sequence[int], avoid: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """A free port for each that is wanted, and for which ones another was found. Raises UpError."""
-    ports: list[int] = []
-    replaced: list[tuple[int, int]] = []
-    for port in wanted:
-        unusable = {*ports, *avoid, *wanted[len(ports) + 1 :]}
-        found = port
-        while found <= 65535 and (found in unusable - {port} or found in (*ports, *avoid) or not _is_free(found)):
-            found += 1
-        if found > 65535:
-            raise UpError(f"there is no free port from {port} on")
-        if found != port:
-            replaced.append((port, found))
-        ports.append(found)
-    return ports, replaced
+def _free_ports(first: int, count: int, avoid: Container[int] = ()) -> tuple[list[int], list[tuple[int, int]]]:
+    """Free ports from `first` on, and for those wanted that are not free, which is used instead. Raises Trouble."""
+    free = (port for port in range(first, 65536) if port not in avoid and _is_free(port))
+    ports = list(itertools.islice(free, count))
+    if len(ports) < count:
+        raise Trouble(f"there is no free port from {first} on")
+    wanted = range(first, first + count)
+    others = (port for port in ports if port not in wanted)
+    return ports, [(port, next(others)) for port in wanted if port not in ports]
 
 
 def _is_free(port: int) -> bool:
@@ -273,10 +214,6 @@ def _answers(client: httpx.Client, url: str) -> bool:
         return False
 
 
-def _port(url: str) -> str:
-    return url.rpartition(":")[2]
-
-
 def _number(least: int, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or not least <= int(text) <= most:
@@ -284,8 +221,3 @@ def _number(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
-
-
-def _fail(code: int, message: str) -> int:
-    print(f"coatcheck up: {message}", file=sys.stderr)
-    return code

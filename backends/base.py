@@ -15,20 +15,20 @@ stands, by the monotonic clock of this process (0.0 when the store cannot tell).
 
 **Errors** say what is known. `StoreUnavailable`: surely not applied. `OutcomeUnknown`: may have been applied; the
 remedy is to call again with the same arguments, which is safe: `create_or_get` recognises its own proposal by its nonce
-and answers `created=True`, and `close` of a claim that is already gone answers `GONE`. `ClaimLost`: the claim is not
+and returns `created=True`, and `close` of a claim that is already gone returns `GONE`. `ClaimLost`: the claim is not
 there any more, a normal event. A store raises nothing else, and every call ends within the store's deadline. Cancelling
 a call is allowed at any time and leaves either outcome; the next call works.
 
 **Events.** `subscribe` first yields `Reset` when its watch stands: whatever the caller knew before may be outdated.
 Then it yields `Deleted` for each claim that goes (closed, expired or removed by hand), in order per key; one that this
-store object has never answered to anybody may be left out. Creations are never reported. When continuity cannot be
+store object has never returned to anybody may be left out. Creations are never reported. When continuity cannot be
 proven (overflow, a slow subscriber, compaction, a new connection) it yields `Reset` again. When the watch is not shown
 to be alive any more it raises `StoreUnavailable`; it never falls silent. A subscriber that stops iterating and closes
 the iterator frees what it held.
 
 **Stamps.** `stamp(key)` is a number that a store changes, where it can do so without I/O in the reader, before a
 `close` of that key returns to *any* process that it reaches. A cached claim whose stamp (taken before the claim was
-read) still matches has not been closed. A store that cannot do this always answers 0, and its readers rely on events.
+read) still matches has not been closed. A store that cannot do this always returns 0, and its readers rely on events.
 """
 
 from __future__ import annotations
@@ -43,20 +43,6 @@ import msgspec
 
 LIFETIME = 1.25
 """The most that a store may stretch a TTL."""
-
-
-class Guarantee(enum.Flag):
-    """What a store promises; `open_store` refuses a store that lacks what the deployment needs."""
-
-    NONE = 0
-    ACROSS_PROCESSES = enum.auto()
-    """Processes on one host agree."""
-    ACROSS_HOSTS = enum.auto()
-    """Processes on different hosts agree."""
-    SURVIVES_RESTART = enum.auto()
-    """Claims outlive every router process."""
-    LINEARIZABLE = enum.auto()
-    """A read that starts after a write has returned, anywhere, sees it."""
 
 
 class StoreError(Exception):
@@ -148,10 +134,12 @@ class ClaimStore(Protocol):
     """See the module's docstring for what each method promises."""
 
     @property
-    def guarantees(self) -> Guarantee: ...
+    def across_processes(self) -> bool:
+        """Processes on one host agree; `open_store` refuses a store that lacks it where the deployment needs it."""
+        ...
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
-        """Create the claim, or answer the one that stands. `ttl` in seconds. Does not renew a claim that stands.
+        """Create the claim, or return the one that stands. `ttl` in seconds. Does not renew a claim that stands.
 
         Raises StoreUnavailable or OutcomeUnknown."""
         ...
@@ -161,7 +149,7 @@ class ClaimStore(Protocol):
         ...
 
     async def renew(self, claim: Claim, ttl: float) -> Claim:
-        """Give the claim at least `ttl` seconds more; answers it with its new `expires_at` and the same revision.
+        """Give the claim at least `ttl` seconds more; returns it with its new `expires_at` and the same revision.
 
         Raises ClaimLost, StoreUnavailable or OutcomeUnknown."""
         ...

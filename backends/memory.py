@@ -27,7 +27,6 @@ from backends.base import (
     CloseOutcome,
     Deleted,
     Event,
-    Guarantee,
     Reset,
     StoreUnavailable,
 )
@@ -37,9 +36,9 @@ STAMP_SLOTS = 1 << 16
 
 
 class MemoryStore:
-    """`clock` answers monotonic seconds. Nothing here awaits, so each call is atomic in its event loop."""
+    """`clock` returns monotonic seconds. Nothing here awaits, so each call is atomic in its event loop."""
 
-    guarantees = Guarantee.LINEARIZABLE
+    across_processes = False
 
     def __init__(
         self,

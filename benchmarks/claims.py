@@ -28,8 +28,8 @@ import aetcd
 import uvloop
 
 from app.sessions.affinity import ANYWHERE, Affinity
-from backends import ClaimStore, ClaimValue, Deleted, Reset, open_store
-from backends.base import encode_value
+from backends import open_store
+from backends.base import ClaimStore, ClaimValue, Deleted, Reset, encode_value
 from benchmarks.claims_child import SESSION_TTL, WORKER, new_affinity, session_key
 from benchmarks.tables import Table, machine, met, p99
 from tests.support.etcd import EtcdServer

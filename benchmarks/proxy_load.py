@@ -157,7 +157,7 @@ class Exchange(asyncio.Protocol):
         self.transport = transport
 
     def send(self, request: bytes) -> asyncio.Future[bool]:
-        """Answers whether it was answered 200, whole."""
+        """Resolves to whether it was answered 200, whole."""
         assert self.transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()

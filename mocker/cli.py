@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(MockS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m mocker`; answers the exit code."""
+    """`python -m mocker`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m mocker", description="Simulated LLM workers with an OpenAI API.")
     add_arguments(parser)
     return run(parser.parse_args(argv))
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM. Answers the exit code: 0 stopped, 1 cannot listen, 2 the options do not fit."""
+    """Serve until SIGINT or SIGTERM. Returns the exit code: 0 stopped, 1 cannot listen, 2 the options do not fit."""
     if args.port and args.port + args.count - 1 > 65535:
         return _fail(2, f"--port {args.port} --count {args.count}: the last port would be above 65535")
     with contextlib.ExitStack() as stack:

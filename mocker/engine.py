@@ -141,16 +141,16 @@ async def left_within(receive: Receive, seconds: float | None) -> bool:
 def left_now(receive: Receive) -> bool:
     """Whether the server knows now that the client has left. ASGI has no such question; this asks without waiting.
 
-    An ASGI server drops what is sent after a disconnect without a word. So only this answer, given right after a `send`
-    and with no await between, tells whether that message reached the transport. The final message of a response is
-    an exception: after it a server reports every client as gone, so ask before it.
+    An ASGI server drops what is sent after a disconnect without a word. So only what this returns right after a `send`,
+    with no await between, tells whether that message reached the transport. The final message of a response is an
+    exception: after it a server reports every client as gone, so ask before it.
     """
     step: Message | None = None
     coroutine = receive().__await__()
     try:
         next(coroutine)
-    except StopIteration as answer:
-        step = answer.value
+    except StopIteration as stop:
+        step = stop.value
     finally:
         coroutine.close()
     return step is not None and step["type"] == "http.disconnect"

@@ -73,7 +73,7 @@ class TurnLog:
         return known if session is None else [turn for turn in known if turn.session == session]
 
     def clear(self) -> int:
-        """Forget the finished turns; answers how many those were."""
+        """Forget the finished turns; returns how many those were."""
         cleared = len(self._finished)
         self._finished.clear()
         return cleared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ssl
 import time
@@ -53,10 +54,6 @@ class Worker:
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
 
-    @property
-    def reserved(self) -> int:
-        return sum(target.reserved for target in self.targets)
-
     def unreachable(self) -> None:
         """A connection could not be made."""
         now = self._clock()
@@ -78,13 +75,15 @@ class Target:
     `in_flight` counts attempts that hold a slot, `reserved` claims being made for it.
     """
 
-    __slots__ = ("headers", "in_flight", "rank", "reserved", "worker")
+    __slots__ = ("headers", "in_flight", "placed", "rank", "reserved", "worker")
 
     def __init__(self, worker: Worker, rank: int | None) -> None:
         self.worker = worker
         self.rank = rank
         self.in_flight = 0
         self.reserved = 0
+        self.placed = 0
+        """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
         """Says to the client where its turn went."""
         if rank is not None:
@@ -93,6 +92,15 @@ class Target:
     @property
     def load(self) -> int:
         return self.in_flight + self.reserved
+
+    @contextlib.contextmanager
+    def reserve(self) -> Iterator[None]:
+        """While a claim is made for it, which is load to come."""
+        self.reserved += 1
+        try:
+            yield
+        finally:
+            self.reserved -= 1
 
 
 class Fleet:
@@ -109,6 +117,7 @@ class Fleet:
                     "give one another name (--worker URL,name=...)"
                 )
             self._workers[worker.name] = worker
+        self._placements = 0
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -135,6 +144,11 @@ class Fleet:
         workers = [w for w in self._workers.values() if w.known and w.name not in excluded]
         good = [w for w in workers if w.available]
         return [target for worker in good or workers for target in worker.targets]
+
+    def note_placed(self, target: Target) -> None:
+        """It is given something that could have gone elsewhere; equals take turns by that."""
+        self._placements += 1
+        target.placed = self._placements
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -168,6 +182,50 @@ def normal_url(url: str) -> str:
     # People paste OpenAI base URLs; turns bring their own /v1.
     path = parts.path.rstrip("/").removesuffix("/v1")
     return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}{path}"
+
+
+class WorkerSpec:
+    """One `--worker URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+
+    __slots__ = ("name", "ranks", "url")
+
+    def __init__(self, text: str) -> None:
+        url, *options = text.split(",")
+        self.url = normal_url(url)
+        self.name = worker_name(self.url)
+        self.ranks = 0
+        for option in options:
+            key, equals, value = (part.strip() for part in option.partition("="))
+            if key == "name" and equals:
+                if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
+                    raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
+                self.name = value
+            elif key == "dp" and equals:
+                if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1024:
+                    raise WorkerError(f"worker {text!r}: dp is its number of data-parallel ranks, 1 to 1024")
+                self.ranks = int(value)
+            else:
+                known = "write URL[,name=NAME][,dp=RANKS]"
+                raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
+
+
+def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
+    """Of a whole fleet. Raises WorkerError, also where two are the same or have one name."""
+    specs: list[WorkerSpec] = []
+    names: dict[str, str] = {}
+    urls: dict[str, str] = {}
+    for text in texts:
+        spec = WorkerSpec(text)
+        if spec.url in urls:
+            raise WorkerError(f"{urls[spec.url]} and {text} are the same worker; remove one")
+        if spec.name in names:
+            raise WorkerError(
+                f"two workers are called {spec.name!r}: {names[spec.name]} and {text}; "
+                "remove one or give it another name (URL,name=NAME)"
+            )
+        names[spec.name] = urls[spec.url] = text
+        specs.append(spec)
+    return specs
 
 
 def make_worker(

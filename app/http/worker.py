@@ -91,11 +91,144 @@ class Sink(Protocol):
         """The body will not be completed."""
 
 
+class Response:
+    """What has come of one response, as httptools tells it. Made with its connection, begun anew for each request.
+
+    `pieces` is the body that nobody has taken yet. `framed` says that the head tells where the body ends, else the
+    connection's end does (`close_delimited`). `raw`: after 101 the bytes are another protocol's, and not parsed.
+    """
+
+    __slots__ = (
+        "_chunk_ended",
+        "_coded",
+        "_expected",
+        "_framed",
+        "_head_bytes",
+        "_interim",
+        "_parser",
+        "close_delimited",
+        "complete",
+        "headers",
+        "keep_alive",
+        "on_interim",
+        "pieces",
+        "raw",
+        "status",
+    )
+
+    def __init__(self) -> None:
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self.begin(Expected.ANSWER, None)
+
+    def begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
+        self.status = 0
+        self.headers: list[Header] = []
+        self.complete = self.close_delimited = self.raw = False
+        self.keep_alive = True
+        self._expected, self.on_interim = expected, on_interim
+        self._head_bytes = 0
+        self._interim = self._framed = self._coded = self._chunk_ended = False
+        self.pieces: list[bytes] = []
+
+    def drop(self) -> None:
+        """The connection is gone. The parser holds our callbacks: end the reference cycle."""
+        self._parser = None
+
+    def feed(self, data: bytes) -> bool:
+        """What the worker sent. Answers whether the stream stands between two chunks now. Raises BadResponse."""
+        self._chunk_ended = False
+        if self.raw:
+            self.pieces.append(data)
+            return False
+        has_head = self.status != 0
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as switch:  # nothing else than that 101 raises it
+            self.pieces.append(data[switch.args[0] :])
+        except httptools.HttpParserError as error:
+            if not self.complete:
+                if isinstance(error.__context__, BadResponse):
+                    raise error.__context__ from None
+                raise BadResponse(f"the worker's response is not valid HTTP: {error}") from error
+            self.keep_alive = False  # a complete answer followed by rubbish: the answer stands
+        if not has_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES and (not self.status or _size(self.headers) > _HEAD_BYTES):
+                self.status = 0  # no head that could be relayed
+                raise BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes")
+        # Within the size of the next chunk there is no other line end.
+        return self._chunk_ended and not self.complete and data.endswith(b"\r\n")
+
+    # -- httptools' side
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.keep_alive = False  # a second response to one request
+        elif self.headers:  # of an interim response
+            self.headers = []
+            self._framed = self._coded = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.status:  # later ones are trailers, which end here
+            name = name.lower()
+            if name == b"content-length":
+                self._framed = True
+            elif name == b"transfer-encoding":
+                if self._coded or value.strip().lower() != b"chunked":
+                    raise BadResponse("the worker's response has a transfer coding other than chunked")
+                self._framed = self._coded = True
+            self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.complete:
+            return
+        if self._parser.get_http_version() not in ("1.1", "1.0"):
+            raise BadResponse("the worker speaks another version of HTTP")
+        status = self._parser.get_status_code()
+        if status < 200:
+            if status == 101:
+                if self._expected is not Expected.SWITCH:
+                    raise BadResponse("the worker switched protocols without being asked")
+                self.status, self.raw, self.keep_alive, self.close_delimited = status, True, False, True
+            else:
+                self._interim = True
+                if status != 100 and self.on_interim is not None:  # 100 answers what ends here
+                    self.on_interim(status, self.headers)
+            return
+        self.status = status
+        self.keep_alive = self._parser.should_keep_alive()
+        if self._expected is Expected.HEAD:
+            # llhttp does not know the request's method and would wait for the body that the header announces.
+            self.complete = True
+            self._parser = httptools.HttpResponseParser(self)
+        elif not self._framed and status not in (204, 304):
+            self.close_delimited = True  # RFC 9112 6.3, rule 8
+            self.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        if not self.complete:
+            self.pieces.append(body)
+        else:
+            self.keep_alive = False  # the body of an answer to HEAD: nobody knows where it ends
+
+    def on_chunk_header(self) -> None:
+        self._chunk_ended = False
+
+    def on_chunk_complete(self) -> None:
+        self._chunk_ended = True
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+        elif not self.raw:
+            self.complete = True
+
+
 class WorkerConnection(asyncio.Protocol):
     """One connection. `send` begins an exchange, `relay` starts the push, `release` ends it.
 
-    Invariant: `_head` is unset from `send` until the head or a failure; `_sink` is set from `relay` until the end or
-    a failure; a connection is in its pool exactly when neither holds and `_exchange` is False.
+    Invariant: `_head` is set from `send` until the head or a failure; `_sink` is set from `relay` until the end or a
+    failure; a connection is in its pool exactly when neither holds and `_exchange` is False.
 
     Waking the turn and pushing into its sink run the turn in place, which may end the exchange, and another one may
     begin here at once. So each of these calls is the last thing that its caller does.
@@ -103,73 +236,40 @@ class WorkerConnection(asyncio.Protocol):
 
     __slots__ = (
         "_between_chunks",
-        "_chunk_ended",
-        "_close_delimited",
-        "_coded",
-        "_complete",
-        "_connected",
         "_exchange",
         "_failure",
-        "_framed",
         "_head",
-        "_head_bytes",
-        "_interim",
-        "_keep_alive",
         "_loop",
-        "_on_interim",
-        "_parser",
         "_paused",
-        "_pieces",
         "_pool",
-        "_raw",
-        "_request",
         "_room",
         "_sink",
         "_transport",
-        "_uploading",
         "_used",
         "_write",
+        "connected",
         "first_byte",
-        "headers",
         "idle_since",
         "last_read",
-        "status",
+        "response",
+        "uploading",
     )
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: Pool) -> None:
-        self._loop = loop
-        self._pool = pool
-        self._parser: Any = httptools.HttpResponseParser(self)
+        self._loop, self._pool = loop, pool
         self._transport: asyncio.Transport | None = None
-        self._connected = False
-        self._exchange = False
-        self._used = False
-        self._paused = False
+        self.response = Response()
+        self.connected = False
+        self.first_byte = False
+        """Of this exchange."""
+        self.uploading = False
+        """The request body is still being sent."""
+        self._exchange = self._used = self._paused = self._between_chunks = False
         self._room: Wake | None = None
         self._sink: Sink | None = None
         self._head: Wake | None = None
         self._failure: AttemptFailed | None = None
-        self.idle_since = 0.0
-        self.last_read = 0.0
-        self._begin(Expected.ANSWER, None)
-
-    def _begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
-        self.status = 0
-        self.headers: list[Header] = []
-        self.first_byte = False
-        self._request = expected
-        self._on_interim = on_interim
-        self._head_bytes = 0
-        self._interim = False
-        self._complete = False
-        self._close_delimited = False
-        self._framed = self._coded = False
-        self._keep_alive = True
-        self._raw = False
-        self._chunk_ended = False
-        self._between_chunks = False
-        self._uploading = False
-        self._pieces: list[bytes] = []
+        self.idle_since = self.last_read = 0.0
 
     # -- the turn's side
 
@@ -182,12 +282,13 @@ class WorkerConnection(asyncio.Protocol):
         on_interim: OnInterim | None = None,
         more: bool = False,
     ) -> Wake:
-        """Write a request. The wake is set when the response head is in `status` and `headers`; it raises
-        StaleConnection, ConnectionBroken or BadResponse. `more`: other pieces of the body follow by `write`."""
+        """Write a request. The wake is set when the head of the `response` is there; it raises StaleConnection,
+        ConnectionBroken or BadResponse. `more`: other pieces of the body follow by `write`."""
         assert self._transport is not None
-        self._begin(expected, on_interim)
+        self.response.begin(expected, on_interim)
+        self.first_byte = self._between_chunks = False
         self._exchange = True
-        self._uploading = more
+        self.uploading = more
         self._head = wake = Wake()
         self.last_read = self._loop.time()
         if self._transport.is_closing():
@@ -203,20 +304,17 @@ class WorkerConnection(asyncio.Protocol):
     async def write(self, data: bytes) -> None:
         """Go on with a request body, as fast as the worker takes it."""
         assert self._transport is not None
-        if self._connected and self._exchange:
+        if self.connected and self._exchange:
             self._transport.write(data)
             self.last_read = self._loop.time()  # while we send, nobody expects an answer
             if self._room is not None:
                 await self._room
 
-    def written(self) -> None:
-        """The request body is complete."""
-        self._uploading = False
-
     def relay(self, sink: Sink) -> None:
         """Push the body into `sink` from now on, beginning with what has already come."""
-        pieces, self._pieces = self._pieces, []
-        if self._complete:
+        response = self.response
+        pieces, response.pieces = response.pieces, []
+        if response.complete:
             sink.on_data(b"".join(pieces), True)
             return
         self._sink = sink
@@ -235,6 +333,7 @@ class WorkerConnection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused:
             self._paused = False
+            self.last_read = self._loop.time()  # the wait was not the worker's
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
 
@@ -247,18 +346,15 @@ class WorkerConnection(asyncio.Protocol):
         """End the exchange: back to the pool when the response was complete, else cut. Idempotent."""
         if not self._exchange:
             return
-        self._exchange = False
-        self._between_chunks = False
-        self._sink = None
-        self._head = None
-        self._on_interim = None
-        self._pieces = []
-        transport = self._transport
+        self._exchange = self._between_chunks = False
+        self._sink = self._head = None
+        self.response.on_interim = None
+        transport, response = self._transport, self.response
         if (
-            self._complete
-            and self._keep_alive
-            and self._connected
-            and not self._uploading
+            response.complete
+            and response.keep_alive
+            and self.connected
+            and not self.uploading
             and transport is not None
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
@@ -274,24 +370,12 @@ class WorkerConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    @property
-    def complete(self) -> bool:
-        """The whole response is here."""
-        return self._complete
-
-    @property
-    def uploading(self) -> bool:
-        """The request body is still being sent."""
-        return self._uploading
-
     def _cut(self) -> None:
-        if self._raw:
-            self.close()  # in another protocol what was said last may matter
+        if self._transport is None:
+            return
+        if self.response.raw:
+            self._transport.close()  # in another protocol what was said last may matter
         else:
-            self._abort()
-
-    def _abort(self) -> None:
-        if self._transport is not None:
             self._transport.abort()
 
     def _fail(self, failure: AttemptFailed) -> None:
@@ -300,7 +384,7 @@ class WorkerConnection(asyncio.Protocol):
         head, self._head = self._head, None
         sink, self._sink = self._sink, None
         if head is not None:
-            if self.status:
+            if self.response.status:
                 head.set()  # what came before is relayed first
             else:
                 head.fail(failure)
@@ -312,30 +396,28 @@ class WorkerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses
         self._write = direct_write(self._transport)
-        self._connected = True
+        self.connected = True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connected = False
-        self._parser = None  # it holds our callbacks: end the reference cycle
+        response = self.response
+        self.connected = False
+        response.drop()
         self._pool.closed(self)
         self.resume_writing()
-        if not self._exchange or self._complete or self._failure is not None:
+        if not self._exchange or response.complete or self._failure is not None:
             return
-        if self._close_delimited and exc is None:
-            self._keep_alive = False
-            self._complete = True
+        if response.close_delimited and exc is None:
+            response.keep_alive = False
+            response.complete = True
             sink, self._sink = self._sink, None
             if sink is not None:
                 sink.on_data(b"", True)
         elif self._used and not self.first_byte and self._loop.time() - self.last_read < _STALE_WITHIN:
             self._fail(StaleConnection("the worker had closed the idle connection"))
-        elif self.status:
+        elif response.status:
             self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))
         else:
             self._fail(ConnectionBroken("the worker closed the connection without a response"))
-
-    def eof_received(self) -> None:
-        return None  # the transport closes itself and connection_lost tells what it means
 
     def pause_writing(self) -> None:
         self._room = Wake()
@@ -360,110 +442,28 @@ class WorkerConnection(asyncio.Protocol):
             ):
                 self._sink.on_chunk(data, end + 2)
                 return
-        if not self._exchange or self._complete:
+        response = self.response
+        if not self._exchange or response.complete:
             # Bytes nobody asked for: the stream of messages cannot be trusted any more.
-            self._keep_alive = False
-            self._abort()
+            response.keep_alive = False
+            self._cut()
             return
         self.first_byte = True
-        self._chunk_ended = False
-        if self._raw:
-            self._pieces.append(data)
-        else:
-            try:
-                self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade as switch:  # nothing else than that 101 raises it
-                self._pieces.append(data[switch.args[0] :])
-            except httptools.HttpParserError as error:
-                if not self._complete:
-                    bad = error.__context__
-                    if not isinstance(bad, BadResponse):
-                        bad = BadResponse(f"the worker's response is not valid HTTP: {error}")
-                    self.fail(bad)
-                    return
-                self._keep_alive = False  # a complete answer followed by rubbish: the answer stands
-        # Within the size of the next chunk there is no other line end.
-        self._between_chunks = self._chunk_ended and not self._complete and data.endswith(b"\r\n")
-        head = self._head
-        if head is None:
-            sink, pieces = self._sink, self._pieces
-            if sink is not None and (pieces or self._complete):
-                self._pieces = []
-                if self._complete:
-                    self._sink = None
-                sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._complete)
-        else:
-            self._head_bytes += len(data)
-            if self._head_bytes > _HEAD_BYTES and (not self.status or _size(self.headers) > _HEAD_BYTES):
-                self.status = 0  # no head that could be relayed
-                self.fail(BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes"))
-            elif self.status:
+        try:
+            self._between_chunks = response.feed(data)
+        except BadResponse as bad:
+            self.fail(bad)
+            return
+        head, sink = self._head, self._sink
+        if head is not None:
+            if response.status:
                 self._head = None
                 head.set()
-
-    # -- httptools' side
-
-    def on_message_begin(self) -> None:
-        if self._complete:
-            self._keep_alive = False  # a second response to one request
-        elif self.headers:  # of an interim response
-            self.headers = []
-            self._framed = self._coded = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # later ones are trailers, which end here
-            name = name.lower()
-            if name == b"content-length":
-                self._framed = True
-            elif name == b"transfer-encoding":
-                if self._coded or value.strip().lower() != b"chunked":
-                    raise BadResponse("the worker's response has a transfer coding other than chunked")
-                self._framed = self._coded = True
-            self.headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        if self._complete:
-            return
-        if self._parser.get_http_version() not in ("1.1", "1.0"):
-            raise BadResponse("the worker speaks another version of HTTP")
-        status = self._parser.get_status_code()
-        if status < 200:
-            if status == 101:
-                if self._request is not Expected.SWITCH:
-                    raise BadResponse("the worker switched protocols without being asked")
-                self.status, self._raw, self._keep_alive, self._close_delimited = status, True, False, True
-            else:
-                self._interim = True
-                if status != 100 and self._on_interim is not None:  # 100 answers what ends here
-                    self._on_interim(status, self.headers)
-            return
-        self.status = status
-        self._keep_alive = self._parser.should_keep_alive()
-        if self._request is Expected.HEAD:
-            # llhttp does not know the request's method and would wait for the body that the header announces.
-            self._complete = True
-            self._parser = httptools.HttpResponseParser(self)
-        elif not self._framed and status not in (204, 304):
-            self._close_delimited = True  # RFC 9112 6.3, rule 8
-            self._keep_alive = False
-
-    def on_body(self, body: bytes) -> None:
-        if not self._complete:
-            self._pieces.append(body)
-        else:
-            self._keep_alive = False  # the body of an answer to HEAD: nobody knows where it ends
-
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
-    def on_message_complete(self) -> None:
-        if self._interim:
-            self._interim = False
-        elif not self._raw:
-            self._complete = True
+        elif sink is not None and (response.pieces or response.complete):
+            pieces, response.pieces = response.pieces, []
+            if response.complete:
+                self._sink = None
+            sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), response.complete)
 
 
 class Pool:
@@ -497,10 +497,6 @@ class Pool:
     def open(self) -> int:
         return len(self._all)
 
-    @property
-    def idle(self) -> int:
-        return len(self._idle)
-
     def take(self) -> WorkerConnection | None:
         """The most recently used idle connection, or None: then `connect`."""
         if self._idle:
@@ -527,7 +523,7 @@ class Pool:
             kind = ConnectRefused if _refused(error) else ConnectFailed
             raise kind(error.strerror or str(error) or type(error).__name__) from error
         # Counted only now: uvloop never says connection_lost to one whose making was cancelled after connection_made.
-        if connection._connected:
+        if connection.connected:
             self._all.add(connection)
         return connection
 

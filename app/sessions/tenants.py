@@ -96,6 +96,18 @@ def new_key(tenant: str) -> tuple[str, str]:
     return key, f"{tenant} sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
+def checked_key(key: str) -> str:
+    """A key that a header can carry. Raises ValueError."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError("a key is visible ASCII characters without spaces")
+    return key
+
+
+def read_key(path: Path) -> str:
+    """The one key in a file. Raises ValueError, OSError."""
+    return checked_key(path.read_text().strip())
+
+
 ADMIN_TOKEN = b"x-coatcheck-admin-token"
 
 

@@ -1,1 +1,5 @@
-"""Claims as files in a shared folder."""
+"""Claims as files in a shared folder. `store` says what is promised."""
+
+from backends.file.store import FileStore
+
+__all__ = ["FileStore"]

@@ -30,7 +30,7 @@ from typing import Any
 import pytest
 import yaml
 
-from app.config import Settings
+from app.config import SETTINGS
 from tests.e2e.conftest import new_session
 from tests.support.etcd import ETCD_BINARIES, ETCDCTL
 from tests.support.processes import (
@@ -371,7 +371,7 @@ async def test_a_broken_stream_does_not_become_a_complete_one_on_its_way_through
 
 
 async def test_a_body_of_the_largest_size_passes_and_a_larger_one_is_refused_in_openais_shape(stack: Stack) -> None:
-    limit = Settings.model_fields["max_body_bytes"].default
+    limit = SETTINGS["max_body_bytes"].field.default
     filling = "x" * (limit - 4096)
     assert (await turn(stack.url, content=filling)).status == 200
     refused = await ask(stack.url, "POST", "/v1/chat/completions", [("content-length", str(limit + 1))])
@@ -476,7 +476,7 @@ def test_the_image_is_built_from_what_the_package_needs_and_runs_as_nobody() -> 
 def test_nginx_conf_fits_the_services_and_keeps_streams_and_turns_whole() -> None:
     http = _block(_parse(NGINX_CONF), "http")
     upstream, server = _block(http, "upstream"), _block(http, "server")
-    defaults = {name: field.default for name, field in Settings.model_fields.items()}
+    defaults = {name: setting.field.default for name, setting in SETTINGS.items()}
     flags = _flags(REPLICAS[0])
     assert sorted(words[1] for words, _ in upstream if words[0] == "server") == sorted(
         f"{name}:{_flags(name)['port'][0]}" for name in REPLICAS

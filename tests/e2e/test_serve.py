@@ -182,7 +182,7 @@ def test_processes_that_cannot_start_end_the_whole(monkeypatch: pytest.MonkeyPat
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(children, "start", start)
     try:
-        assert serve_here(Settings(host="127.0.0.1", port=0, processes=2, claims="file:///unused")) == 1
+        assert serve_here(Settings.flat(host="127.0.0.1", port=0, processes=2, claims="file:///unused")) == 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -191,10 +191,11 @@ def test_processes_that_cannot_start_end_the_whole(monkeypatch: pytest.MonkeyPat
 def test_while_draining_each_answer_ends_its_connection(serve: Callable[..., Router]) -> None:
     """A load balancer must not write a request into a connection that is just being closed."""
     router = serve("--drain-delay", "30")
-    assert "connection" not in router.client.get(f"{router.url}/health").headers
+    json_headers = {"content-type": "application/json"}
+    kept = router.client.post(f"{router.url}/v1/chat/completions", content=b"{", headers=json_headers)
+    assert (kept.status_code, kept.headers.get("connection")) == (400, None)
     router.process.send_signal(signal.SIGTERM)
     assert holds(lambda: router.status("/ready") == 503)
-    json_headers = {"content-type": "application/json"}
     refused = router.client.post(f"{router.url}/v1/chat/completions", content=b"{", headers=json_headers)
     health = router.client.get(f"{router.url}/health")
     assert (refused.status_code, refused.headers["connection"]) == (400, "close")

@@ -136,13 +136,7 @@ def test_the_printed_commands_work_as_they_are_printed(shared: Up) -> None:
 
 def test_the_readmes_commands_work_as_they_are_written(shared: Up) -> None:
     """In their order; only the ports are those of this run."""
-    blocks = re.findall(r"^```(bash|python)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    said = []
-    for language, text in blocks:
-        for number, url in enumerate(shared.replicas):
-            text = text.replace(f"http://127.0.0.1:{8000 + number}", url)
-        said.append(bash(text if language == "bash" else f"{shlex.quote(sys.executable)} - <<'END'\n{text}END\n"))
-    plain, first, second, streamed, final = said
+    plain, first, second, streamed, final = run_blocks(ROOT / "README.md", shared)
     assert '"object":"chat.completion"' in plain
 
     def header(text: str, name: str) -> str:
@@ -155,6 +149,22 @@ def test_the_readmes_commands_work_as_they_are_written(shared: Up) -> None:
     assert re.search(r'"cached_tokens":[1-9]', second)
     assert streamed.strip()
     assert ask(shared.replicas[1], "ticket-42").headers["X-Coatcheck-Affinity"] == "created"
+
+
+def test_the_documents_commands_work_as_they_are_written(shared: Up) -> None:
+    said = {page.name: run_blocks(page, shared) for page in ROOT.glob("docs/*.md")}
+    (dry_run,) = said["operating.md"]
+    assert re.search(r'"worker":"w-\w{10}"', dry_run)
+
+
+def run_blocks(page: Path, up: Up) -> list[str]:
+    """What the blocks of a page that are marked `bash` or `python` print."""
+    said = []
+    for language, text in re.findall(r"^```(bash|python)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        for number, url in enumerate(up.replicas):
+            text = text.replace(f"http://127.0.0.1:{8000 + number}", url)
+        said.append(bash(text if language == "bash" else f"{shlex.quote(sys.executable)} - <<'END'\n{text}END\n"))
+    return said
 
 
 def bash(script: str) -> str:

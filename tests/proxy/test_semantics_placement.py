@@ -1,4 +1,4 @@
-"""What a session is, sentence by sentence of the README: where its turns go."""
+"""What a session is, sentence by sentence of `docs/sessions.md`: where its turns go."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.fakes import until
+from tests.support.raw import until
 from tests.support.room import JSON, Room, Rooms, Sentences, Turn
 
 says = Sentences()

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from backends import ClaimStore, open_store
-from backends.file.store import FileStore
+from backends import open_store
+from backends.base import ClaimStore
+from backends.file import FileStore
 from backends.memory import MemoryStore
 from tests.support.etcd import ETCD_BINARIES, EtcdServer
 

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, suppress
 import msgspec
 import pytest
 
-from backends import (
+from backends.base import (
     LIFETIME,
     Claim,
     ClaimLost,
@@ -23,8 +23,9 @@ from backends import (
     Reset,
     StoreError,
     StoreUnavailable,
+    decode_value,
+    encode_value,
 )
-from backends.base import decode_value, encode_value
 from tests.stores.conftest import Kind, MakeStore, across_processes
 from tests.support.claimant import Claimant
 from tests.support.stores import Subscriber, a_key, a_value, eventually, make, until_gone

@@ -31,7 +31,9 @@ from backends.base import (
     StoreUnavailable,
     encode_value,
 )
-from backends.etcd.store import CREATES_IN_FLIGHT, MAX_BATCH, EtcdStore, EtcdUrl
+from backends.etcd.batches import CREATES_IN_FLIGHT, MAX_BATCH
+from backends.etcd.store import EtcdStore
+from backends.etcd.url import EtcdUrl
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
 from tests.support.scripted_etcd import ScriptedEtcd
 from tests.support.tcp import TcpProxy
@@ -189,7 +191,7 @@ async def test_a_first_turn_costs_one_round_trip(shared: EtcdServer, open_store:
     for store in (ours, theirs):
         await store.create_or_get("00", value(), 60)
     # "theirs" has made its own lease, and asked about ours in the background.
-    await until(lambda: len(theirs._leases) == 2)
+    await until(lambda: len(theirs._leases.expiries) == 2)
     before = {method: shared.calls(method) for method in ("Txn", "Range", "LeaseGrant", "LeaseTimeToLive")}
     for number in range(1, 21):
         mine = await ours.create_or_get(f"{number:02x}", value(), 60)
@@ -253,7 +255,7 @@ async def test_the_expiry_of_a_peers_claim_is_known_to_the_second_read(shared: E
     assert first is not None
     assert first.expires_at == 0.0
     asked = shared.calls("LeaseTimeToLive")
-    await until(lambda: bool(ours._leases))
+    await until(lambda: bool(ours._leases.expiries))
     second = (await ours.create_or_get("aa", value(), 100)).claim
     # Counted in whole seconds, rounded down: never later than the truth.
     assert claim.expires_at - 2 <= second.expires_at <= claim.expires_at
@@ -276,13 +278,13 @@ async def test_a_belated_copy_of_a_renewal_does_not_undo_a_later_one(shared: Etc
     store = await open_store(shared.url(fresh_prefix()))
     claim = (await store.create_or_get("aa", value(), 10)).claim
     sent: list[Any] = []
-    txn = store._endpoints[0].txn
+    txn = store.cluster.endpoints[0].txn
 
     def recording(request: Any, **options: Any) -> Any:
         sent.append(request)
         return txn(request, **options)
 
-    store._endpoints[0].txn = recording
+    store.cluster.endpoints[0].txn = recording
     await store.renew(claim, 60)
     later = await store.renew(claim, 600)
     await txn(sent[0])
@@ -292,12 +294,12 @@ async def test_a_belated_copy_of_a_renewal_does_not_undo_a_later_one(shared: Etc
 async def test_a_lease_revoked_by_hand_is_replaced(shared: EtcdServer, open_store: Open) -> None:
     store = await open_store(shared.url(fresh_prefix()))
     first = (await store.create_or_get("aa", value(), 60)).claim
-    for lease in list(store._leases):
+    for lease in list(store._leases.expiries):
         shared.ctl("lease", "revoke", f"{lease:x}")
     outcome = await store.create_or_get("aa", value(), 60)
     assert outcome.created
     assert outcome.claim.revision != first.revision
-    for lease in list(store._leases):
+    for lease in list(store._leases.expiries):
         with contextlib.suppress(RuntimeError):
             shared.ctl("lease", "revoke", f"{lease:x}")
     claim = (await store.create_or_get("bb", value(), 60)).claim
@@ -310,13 +312,13 @@ async def test_a_lease_revoked_by_hand_is_replaced(shared: EtcdServer, open_stor
 def recorded(store: EtcdStore) -> list[Any]:
     """The transactions that the store sends from now on."""
     sent: list[Any] = []
-    txn = store._endpoints[0].txn
+    txn = store.cluster.endpoints[0].txn
 
     def recording(request: Any, **options: Any) -> Any:
         sent.append(request)
         return txn(request, **options)
 
-    store._endpoints[0].txn = recording
+    store.cluster.endpoints[0].txn = recording
     return sent
 
 
@@ -343,8 +345,8 @@ async def test_racing_creates_that_go_together_leave_one_winner_per_key(shared: 
         standing = await ours.get(key)
         assert standing is not None
         assert {outcome.claim.revision for outcome in same} == {standing.revision}
-    assert ours._batching
-    assert theirs._batching
+    assert ours._batches.together
+    assert theirs._batches.together
     assert len(sent) < len(keys) / 5
 
 
@@ -353,7 +355,7 @@ async def test_no_create_is_left_waiting(
     shared: EtcdServer, open_store: Open, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """One that comes just as a call ends."""
-    monkeypatch.setattr("backends.etcd.store.CREATES_IN_FLIGHT", most)
+    monkeypatch.setattr("backends.etcd.batches.CREATES_IN_FLIGHT", most)
     store = await open_store(shared.url(fresh_prefix()), deadline=5.0)
 
     async def one_after_another() -> None:
@@ -361,8 +363,8 @@ async def test_no_create_is_left_waiting(
             assert (await store.create_or_get(secrets.token_hex(8), value(), 60)).created
 
     await asyncio.gather(*(one_after_another() for _ in range(most + 1)))
-    assert not store._waiting
-    assert store._creating == 0
+    assert not store._batches._waiting
+    assert store._batches._creating == 0
 
 
 async def test_a_create_alone_goes_as_it_is_and_others_within_etcds_limits(
@@ -458,11 +460,11 @@ async def test_what_was_never_sent_was_surely_not_applied(server: EtcdServer, op
     await store.create_or_get("00", value(), 60)
     server.pause()
     busy = await occupied(store)
-    store._deadline = 0.3
+    store.cluster.deadline = 0.3
     with Stopwatch() as took, pytest.raises(StoreUnavailable):
         await store.create_or_get("aa", value(), 60)
     assert took.seconds < 0.3 + SLACK
-    store._deadline = 5.0
+    store.cluster.deadline = 5.0
     server.resume()
     await asyncio.gather(*busy)
     assert await store.get("aa") is None
@@ -471,12 +473,12 @@ async def test_what_was_never_sent_was_surely_not_applied(server: EtcdServer, op
 async def test_a_lease_revoked_under_a_batch_is_replaced_once(shared: EtcdServer, open_store: Open) -> None:
     store = await open_store(shared.url(fresh_prefix()))
     await store.create_or_get("00", value(), 60)
-    shared.ctl("lease", "revoke", f"{next(iter(store._leases)):x}")
+    shared.ctl("lease", "revoke", f"{next(iter(store._leases.expiries)):x}")
     before = shared.calls("LeaseGrant")
     outcomes = await asyncio.gather(*(store.create_or_get(f"aa{number}", value(), 60) for number in range(20)))
     assert all(outcome.created for outcome in outcomes)
     assert shared.calls("LeaseGrant") == before + 1
-    assert store._batching
+    assert store._batches.together
 
 
 @pytest.mark.parametrize("how", ["refused", "dropped"])
@@ -487,8 +489,8 @@ async def test_where_nested_transactions_are_refused_each_create_has_its_own_cal
     with EtcdServer(binary, *(["--max-txn-ops=1"] if how == "refused" else [])) as server:
         store = await open_store(server.url())
         await store.create_or_get("00", value(), 60)
-        assert store._batching
-        txn = store._endpoints[0].txn
+        assert store._batches.together
+        txn = store.cluster.endpoints[0].txn
 
         async def dropping(request: Any, **options: Any) -> Any:
             if request.compare:
@@ -496,7 +498,7 @@ async def test_where_nested_transactions_are_refused_each_create_has_its_own_cal
             return rpc.TxnResponse(succeeded=True, responses=[rpc.ResponseOp() for _ in request.success])
 
         if how == "dropped":
-            store._endpoints[0].txn = dropping
+            store.cluster.endpoints[0].txn = dropping
         for start, calls in ((0, 11 if how == "refused" else 10), (10, 10)):
             before = server.calls("Txn")
             creates = (store.create_or_get(f"aa{number}", value(), 60) for number in range(start, start + 10))
@@ -513,11 +515,11 @@ async def test_a_refusal_that_meets_single_creates_too_is_no_reason_to_stop_batc
 ) -> None:
     store = await open_store(with_login(guarded))
     other = await open_store(with_login(guarded, prefix="elsewhere"))
-    await other._bucket(60, time.monotonic() + 1)
+    await other._leases.bucket(60, time.monotonic() + 1)
     creates = (other.create_or_get(f"aa{number}", value(), 60) for number in range(5))
     results = await asyncio.gather(*creates, return_exceptions=True)
     assert all(isinstance(result, StoreUnavailable) for result in results)
-    assert other._batching
+    assert other._batches.together
     assert await store.get("aa0") is None
 
 
@@ -551,7 +553,7 @@ async def test_more_claims_than_one_reply_can_carry(shared: EtcdServer, open_sto
             rpc.RequestOp(request_put=rpc.PutRequest(key=f"{prefix}/{number:08x}".encode(), value=b"x" * 1000))
             for number in range(first, first + 128)
         ]
-        await store._endpoints[0].txn(rpc.TxnRequest(success=puts))
+        await store.cluster.endpoints[0].txn(rpc.TxnRequest(success=puts))
     await store.check()
     async with contextlib.aclosing(store.subscribe()) as events:
         assert await next_event(events) == Reset()
@@ -754,20 +756,20 @@ async def test_a_full_etcd_takes_no_new_claims_and_still_knows_the_old_ones(bina
         assert isinstance(refused, StoreUnavailable)
         assert isinstance(refused_too, StoreUnavailable)
         assert refused is not refused_too, "an exception that is raised twice at a time has one traceback"
-        assert store._full
+        assert store.cluster.full
         server.ctl("del", "--prefix", "filler/")
         revision = server.ctl("get", "x", "--write-out=json").partition('"revision":')[2].partition(",")[0]
         server.ctl("compact", "--physical", revision)
         server.ctl("defrag")
         server.ctl("alarm", "disarm")
         assert (await insist(lambda: store.create_or_get("bb", value(), 60))).created
-        assert not store._full
+        assert not store.cluster.full
 
 
 async def fill(server: EtcdServer, store: EtcdStore) -> None:
     for number in range(200):
         try:
-            await store._endpoints[0].txn(
+            await store.cluster.endpoints[0].txn(
                 rpc.TxnRequest(
                     success=[
                         rpc.RequestOp(request_put=rpc.PutRequest(key=f"filler/{number}".encode(), value=b"x" * 100_000))
@@ -924,7 +926,7 @@ async def test_a_watch_keeps_up_with_thousands_of_deletions(shared: EtcdServer, 
             rpc.RequestOp(request_put=rpc.PutRequest(key=f"{prefix}/{key}".encode(), value=encode_value(value())))
             for key in keys[first : first + 128]
         ]
-        await store._endpoints[0].txn(rpc.TxnRequest(success=puts))
+        await store.cluster.endpoints[0].txn(rpc.TxnRequest(success=puts))
 
     async def close(part: list[str]) -> None:
         for key in part:

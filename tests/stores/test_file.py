@@ -18,18 +18,11 @@ from typing import Any
 import pytest
 import watchfiles
 
-import backends.file.store
-from backends import (
-    Claim,
-    ClaimLost,
-    ClaimValue,
-    CloseOutcome,
-    Guarantee,
-    OutcomeUnknown,
-    Reset,
-    StoreUnavailable,
-)
-from backends.file.store import FileStore
+import backends.file.disk
+import backends.file.watch
+from backends.base import Claim, ClaimLost, ClaimValue, CloseOutcome, OutcomeUnknown, Reset, StoreUnavailable
+from backends.fanout import FanOut
+from backends.file import FileStore
 from tests.stores.test_model import Later
 from tests.support.claimant import Claimant
 from tests.support.stores import Subscriber, a_key, a_value, eventually, make
@@ -70,21 +63,10 @@ def temps(root: Path) -> list[str]:
     return os.listdir(root / "tmp")
 
 
-def test_what_it_promises(quick_path: Path) -> None:
-    async def promised(**options: Any) -> Guarantee:
-        store = await FileStore.open(quick_path, **options)
-        await store.aclose()
-        return store.guarantees
-
-    lasting = Guarantee.ACROSS_PROCESSES | Guarantee.SURVIVES_RESTART
-    assert asyncio.run(promised()) == lasting | Guarantee.LINEARIZABLE
-    assert asyncio.run(promised(shared=True)) == lasting | Guarantee.ACROSS_HOSTS
-
-
 class TestForeignFiles:
     @pytest.fixture(autouse=True)
     def short_grace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(backends.file.store, "GRACE_S", 0.5)
+        monkeypatch.setattr(backends.file.disk, "GRACE_S", 0.5)
 
     @pytest.fixture(params=["empty", "torn", "of another key", "huge", "no json", "a symlink", "a pipe"])
     async def spoilt(self, request: pytest.FixtureRequest, store: FileStore, root: Path) -> Path:
@@ -589,9 +571,9 @@ class TestLocks:
             for key in keys:
                 outcome = await store.create_or_get(key, a_value(), 600)
                 assert await store.close(outcome.claim) is CLOSED
-        monkeypatch.setattr(backends.file.store, "STALE_S", 0.0)
+        monkeypatch.setattr(backends.file.disk, "STALE_S", 0.0)
         await asyncio.sleep(0.02)
-        await store._walk(None)
+        await store._watch.walk()
         assert temps(root) == []
 
 
@@ -617,11 +599,11 @@ class TestTime:
         claims = [await make(other, a_key()) for _ in range(3)]
 
         def mistake() -> None:
-            learned_ns, ahead_ns = store._disk._clock._learned
-            store._disk._clock._learned = (learned_ns, ahead_ns + wrong_by_s * 10**9)
+            learned_ns, ahead_ns = store._disk.clock._learned
+            store._disk.clock._learned = (learned_ns, ahead_ns + wrong_by_s * 10**9)
 
         mistake()
-        await store._walk(None)
+        await store._watch.walk()
         mistake()
         assert not (await store.create_or_get(claims[0].key, a_value("w-2"), 600)).created
         mistake()
@@ -635,10 +617,10 @@ class TestTime:
     ) -> None:
         claim = await make(store, a_key(), ttl=100)
         for each, late_by in ((store, 130), (other, 120)):
-            each._disk._clock = Later()
+            each._disk.clock = Later()
             await each.check()
-            each._disk._clock.by_s = late_by
-        bury = store._disk._bury
+            each._disk.clock.by_s = late_by
+        bury = store._claims._bury
         renewed = threading.Event()
         loop = asyncio.get_running_loop()
 
@@ -648,8 +630,8 @@ class TestTime:
             renewed.set()
             bury(key)
 
-        monkeypatch.setattr(store._disk, "_bury", renew_first)
-        await store._walk(None)
+        monkeypatch.setattr(store._claims, "_bury", renew_first)
+        await store._watch.walk()
         assert renewed.is_set()
         assert await other.get(claim.key) is not None
 
@@ -675,11 +657,11 @@ class TestTime:
         left = [root / "tmp" / "dead", root / "claims" / ".coatcheck-check-dead"]
         for path in left:
             path.write_text("x")
-        await store._walk(None)
+        await store._watch.walk()
         assert all(path.exists() for path in left)
-        monkeypatch.setattr(backends.file.store, "STALE_S", 0.0)
+        monkeypatch.setattr(backends.file.disk, "STALE_S", 0.0)
         await asyncio.sleep(0.02)
-        await store._walk(None)
+        await store._watch.walk()
         assert not any(path.exists() for path in left)
 
 
@@ -751,7 +733,7 @@ class TestTheWatch:
     def kernel(self, monkeypatch: pytest.MonkeyPatch) -> Kernel:
         kernel = Kernel()
         monkeypatch.setattr(watchfiles, "watch", kernel)
-        monkeypatch.setattr(backends.file.store, "PROVEN_EVERY_S", 0.2)
+        monkeypatch.setattr(backends.file.watch, "PROVEN_EVERY_S", 0.2)
         return kernel
 
     @pytest.mark.parametrize("fail", [None, OSError(errno.EMFILE, "no inotify instance left")])
@@ -817,20 +799,38 @@ class TestTheWatch:
             await subscriber.hears(unread.key, read.key, remade.key)
             assert subscriber.resets == 1
 
+    async def test_a_walk_that_failed_hides_nothing_from_the_next(
+        self, kernel: Kernel, store: FileStore, other: FileStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        claim = await make(store, a_key())
+        async with Subscriber(store) as subscriber:
+            await store.get(claim.key)
+            kernel.drop = True
+            await other.close(claim)
+            with monkeypatch.context() as failing:
+                _refuse(failing, errno.EIO, "listdir")
+                with pytest.raises(StoreUnavailable):
+                    await store._watch.walk()
+            await store._watch.walk()
+            await subscriber.hears(claim.key)
+
     async def test_a_claim_removed_by_hand_is_reported(self, store: FileStore, root: Path) -> None:
         claim = await make(store, a_key())
         async with Subscriber(store) as subscriber:
             (root / "claims" / claim.key).unlink()
             await subscriber.hears(claim.key)
 
-    async def test_a_subscriber_that_does_not_listen_gets_a_reset(self, open_file: Open) -> None:
-        store = await open_file(mailbox_size=4)
+    async def test_a_subscriber_that_does_not_listen_gets_a_reset(
+        self, open_file: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(backends.file.watch, "FanOut", lambda: FanOut(4))
+        store = await open_file()
         events = store.subscribe()
         assert await anext(events) == Reset()
         claims = [await make(store, a_key()) for _ in range(9)]
         for claim in claims:
             await store.close(claim)
-        (mailbox,) = store._fanout._mailboxes
+        (mailbox,) = store._watch._fanout._mailboxes
         await eventually(lambda: Reset() in mailbox._events)
         assert await anext(events) == Reset()
         await events.aclose()  # type: ignore[attr-defined]
@@ -867,19 +867,19 @@ async def test_many_claims_are_walked_a_slice_at_a_time_and_in_the_threads(
         return call
 
     async with Subscriber(store) as subscriber:
-        watch = store._watch
-        assert watch is not None
-        saw = watch.saw
+        known = store._watch._known
+        assert known is not None
+        saw = known.saw
 
         def saw_slice(standing: list[tuple[str, int]]) -> list[str]:
             slices.append(len(standing))
             return saw(standing)
 
-        monkeypatch.setattr(watch, "saw", saw_slice)
+        monkeypatch.setattr(known, "saw", saw_slice)
         with monkeypatch.context() as watched:
             watched.setattr(os, "stat", seen(stat))
             watched.setattr(os, "listdir", seen(listdir))
-            await store._walk(watch)
+            await store._watch.walk()
         assert where == {False}
         assert sum(slices) == 1000
         assert max(slices) <= 256

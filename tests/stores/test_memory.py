@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from backends import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Guarantee, Reset
+from backends.base import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Reset
 from backends.memory import MemoryStore
 from tests.support.stores import Subscriber, a_key, a_value, make
 
@@ -25,7 +25,7 @@ def clock() -> Clock:
 
 
 def test_it_promises_no_more_than_it_can() -> None:
-    assert MemoryStore().guarantees == Guarantee.LINEARIZABLE
+    assert not MemoryStore().across_processes
 
 
 async def test_a_claim_expires_exactly_at_one_and_a_quarter_ttl(clock: Clock) -> None:

@@ -20,8 +20,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule, run_state_machine_as_test
 
-from backends import LIFETIME, Claim, ClaimLost, ClaimStore, ClaimValue, CloseOutcome, open_store
-from backends.file.store import FileStore, _Clock
+from backends import open_store
+from backends.base import LIFETIME, Claim, ClaimLost, ClaimStore, ClaimValue, CloseOutcome
+from backends.file import FileStore
+from backends.file.disk import Clock
 from backends.memory import MemoryStore
 from tests.support.etcd import ETCD_BINARIES, EtcdServer
 
@@ -131,7 +133,7 @@ class Machine(RuleBasedStateMachine):
             self.model.now += 100.0 * hundreds
 
 
-class Later(_Clock):
+class Later(Clock):
     """A file system's clock that the test can put forward."""
 
     def __init__(self) -> None:
@@ -177,7 +179,7 @@ def test_file(quick_path: Path) -> None:
         stores = [await FileStore.open(root) for _ in range(2)]
         clocks = [Later() for _ in stores]
         for store, clock in zip(stores, clocks, strict=True):
-            store._disk._clock = clock
+            store._disk.clock = clock
             await store.check()  # the clock learns the time
 
         def advance(by_s: float) -> None:

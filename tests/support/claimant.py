@@ -17,7 +17,8 @@ from typing import Any
 
 import msgspec
 
-from backends import Claim, ClaimValue, StoreError, open_store
+from backends import open_store
+from backends.base import Claim, ClaimValue, StoreError
 
 REPO = Path(__file__).parents[2]
 
@@ -116,7 +117,7 @@ async def _serve(url: str, deadline: float) -> None:
                 return await _churn(store, command["keys"], command["worker"], command["rounds"])
             case "hold lock":
                 # Until we are killed: the lock that protects this key's file.
-                locks.append(store._disk._locked(command["key"]))  # type: ignore[attr-defined]
+                locks.append(store._disk.locked(command["key"]))  # type: ignore[attr-defined]
                 locks[-1].__enter__()
                 return "held"
             case "identity":

@@ -7,11 +7,8 @@ dies, and days pass at once; that is what these exist for. They speak the store'
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import selectors
-import socket
-import struct
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -24,7 +21,6 @@ from backends.base import (
     CloseOutcome,
     Deleted,
     Event,
-    Guarantee,
     OutcomeUnknown,
     Reset,
     StoreUnavailable,
@@ -119,8 +115,8 @@ class ScriptedStore:
         self._mailboxes: set[asyncio.Queue[Event | Exception]] = set()
 
     @property
-    def guarantees(self) -> Guarantee:
-        return self._inner.guarantees
+    def across_processes(self) -> bool:
+        return self._inner.across_processes
 
     # -- the contract
 
@@ -162,6 +158,10 @@ class ScriptedStore:
         await self._inner.aclose()
 
     # -- the script
+
+    def hold(self, op: str) -> asyncio.Event:
+        """Have every call of an operation wait, before it is done, for the event that is answered."""
+        return self.before.setdefault(op, asyncio.Event())
 
     def go_away(self) -> None:
         """No call is answered any more, and the watch dies."""
@@ -214,251 +214,3 @@ class ScriptedStore:
 def deleted(claim: Claim) -> Deleted:
     """As a store with ordered revisions says that this claim is gone."""
     return Deleted(claim.key, before=claim.revision + 1)
-
-
-class Peer:
-    """The worker's end of one connection, byte by byte."""
-
-    def __init__(self, worker: ByteWorker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._worker, self._reader, self._writer = worker, reader, writer
-
-    async def request(self) -> tuple[bytes, bytes]:
-        """The next request's head and body. Raises ConnectionError when there is none."""
-        try:
-            head = await self._reader.readuntil(b"\r\n\r\n")
-            length = next(
-                (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
-            )
-            body = await self._reader.readexactly(length)
-        except asyncio.IncompleteReadError as end:
-            raise ConnectionError("the router closed the connection") from end
-        self._worker.requests.append((head, body))
-        return head, body
-
-    async def head(self) -> bytes:
-        """The next request's head alone; its body is left unread."""
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        self._worker.requests.append((head, b""))
-        return head
-
-    async def send(self, *pieces: bytes) -> None:
-        """Each piece in a segment of its own, as far as the kernel lets us."""
-        for piece in pieces:
-            if self._writer.is_closing():
-                raise ConnectionError("the router has cut the connection")  # uvloop's own word for it is another
-            self._writer.write(piece)
-            await self._writer.drain()
-            if len(pieces) > 1:
-                await asyncio.sleep(0.002)
-
-    async def gone(self) -> None:
-        """Wait until the router has closed or cut the connection."""
-        try:
-            while await self._reader.read(65536):
-                pass
-        except ConnectionError:
-            pass
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def reset(self) -> None:
-        """As a process that was killed."""
-        raw = self._writer.get_extra_info("socket")
-        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._writer.transport.abort()
-
-
-Script = Callable[[Peer], Awaitable[None]]
-
-
-class ByteWorker:
-    """A worker on a loopback socket that does exactly what its script says, once per connection: odd framing, silence,
-    a close at a given byte. Well-behaved workers cannot show how the router takes what is wrong on the wire.
-
-    `scripts`: for the first connections in turn; the last one for all others. A connection is closed when its script
-    ends.
-    """
-
-    def __init__(self, *scripts: Script) -> None:
-        self.scripts = list(scripts)
-        self.requests: list[tuple[bytes, bytes]] = []
-        self.connections = 0
-        self.port = 0
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._faults: list[BaseException] = []
-
-    async def __aenter__(self) -> ByteWorker:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.wait_closed()
-        if kind is None and self._faults:
-            raise self._faults[0]
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        script = self.scripts[min(self.connections, len(self.scripts) - 1)]
-        self.connections += 1
-        try:
-            await script(Peer(self, reader, writer))
-        except (ConnectionError, asyncio.CancelledError):
-            pass  # the router may leave at any time, and so may the test
-        except BaseException as fault:
-            self._faults.append(fault)
-        finally:
-            self._tasks.discard(task)
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-
-def answers(response: bytes, *more: bytes) -> Script:
-    """The same bytes to every request, on connections that stay."""
-
-    async def script(peer: Peer) -> None:
-        while True:
-            await peer.request()
-            await peer.send(response, *more)
-
-    return script
-
-
-class AsgiClient:
-    """An ASGI server's side of one request, with exact messages: it takes what is sent, stalls, leaves or fails when
-    told to. Real servers do these things only by chance."""
-
-    def __init__(
-        self,
-        app: Callable[..., Awaitable[None]],
-        *,
-        method: str = "POST",
-        path: str = "/v1/chat/completions",
-        query: bytes = b"",
-        headers: list[tuple[bytes, bytes]] | None = None,
-        body: bytes | list[bytes] = b"{}",
-        ends: bool = True,
-    ) -> None:
-        """`body`: one message or several; without `ends` more would follow, which never comes."""
-        pieces = body if isinstance(body, list) else [body]
-        self.scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": method,
-            "scheme": "http",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": query,
-            "root_path": "",
-            "headers": [(b"host", b"router")] + (headers or []),
-            "client": ("127.0.0.1", 1),
-            "server": ("127.0.0.1", 2),
-        }
-        last = len(pieces) - 1
-        self._messages: deque[dict[str, Any]] = deque(
-            {"type": "http.request", "body": piece, "more_body": number < last or not ends}
-            for number, piece in enumerate(pieces)
-        )
-        self._app = app
-        self._news = asyncio.Event()
-        self.left = False
-        self.sent: list[dict[str, Any]] = []
-        self.stalled = 0
-        """Calls of `send` that wait."""
-        self._room = asyncio.Event()
-        self._room.set()
-        self.on_send: Callable[[dict[str, Any]], Awaitable[None]] | None = None
-        """Awaited with each message before it is taken; may raise."""
-        self.receive_fault: Exception | None = None
-        self.task: asyncio.Task[None] | None = None
-
-    def start(self) -> AsgiClient:
-        self.task = asyncio.create_task(self._run())
-        return self
-
-    async def _run(self) -> None:
-        await self._app(self.scope, self.receive, self.send)
-
-    async def finish(self) -> AsgiClient:
-        """Until the application has returned."""
-        if self.task is None:
-            self.start()
-        assert self.task is not None
-        async with asyncio.timeout(30):
-            await self.task
-        return self
-
-    def leave(self) -> None:
-        """What a server does then: `receive` answers, and `send` never waits and does nothing any more."""
-        self.left = True
-        self._news.set()
-        self._room.set()
-
-    def stall(self) -> None:
-        """From now on `send` waits."""
-        self._room.clear()
-
-    def resume(self) -> None:
-        self._room.set()
-
-    async def receive(self) -> dict[str, Any]:
-        if self.receive_fault is not None:
-            raise self.receive_fault
-        if self._messages:
-            return self._messages.popleft()
-        if not self.left and not self.complete:
-            await self._news.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: dict[str, Any]) -> None:
-        if not self._room.is_set():
-            self.stalled += 1
-            await self._room.wait()
-            self.stalled -= 1
-        if self.left:
-            return
-        if self.on_send is not None:
-            await self.on_send(message)
-        assert not self.complete, "a message after the end"
-        assert (message["type"] == "http.response.start") is (not self.sent), "start exactly once, and first"
-        self.sent.append(dict(message))
-        if self.complete:
-            self._news.set()
-
-    # -- what was sent
-
-    @property
-    def status(self) -> int:
-        return int(self.sent[0]["status"])
-
-    @property
-    def headers(self) -> dict[bytes, bytes]:
-        pairs = self.sent[0]["headers"]
-        assert len(dict(pairs)) == len(pairs), "a header twice"
-        return dict(pairs)
-
-    @property
-    def body(self) -> bytes:
-        return b"".join(message.get("body", b"") for message in self.sent[1:])
-
-    @property
-    def complete(self) -> bool:
-        return len(self.sent) > 1 and not self.sent[-1].get("more_body", False)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Poll for what another task or the kernel brings about."""
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)

@@ -11,7 +11,7 @@ from typing import Self
 
 import pytest
 
-from backends import Claim, ClaimStore, ClaimValue, Deleted, Event, Reset, StoreUnavailable
+from backends.base import Claim, ClaimStore, ClaimValue, Deleted, Event, Reset, StoreUnavailable
 
 
 def a_key() -> str:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import socket
+import ssl
 from types import TracebackType
 from typing import Self
 
@@ -36,12 +37,17 @@ def free_ports(count: int) -> list[int]:
 
 
 class TcpProxy:
-    """Listens on a free loopback port and passes bytes to and from `host:port`."""
+    """Listens on a free loopback port, or `listener`, and passes bytes to and from `host:port`; with `tls`, what comes
+    is TLS and ends here."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(
+        self, host: str, port: int, *, listener: socket.socket | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.host = host
         self.upstream_port = port
         self.port = 0
+        self._listener = listener.dup() if listener else socket.create_server(("127.0.0.1", 0))
+        self._tls = tls
         self.drop_replies = False
         """Requests arrive, answers do not."""
         self._server: asyncio.Server | None = None
@@ -49,7 +55,7 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -93,5 +99,5 @@ class TcpProxy:
             if not (replies and self.drop_replies):
                 writer.write(data)
                 await writer.drain()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NotImplementedError):  # TLS has no half that could be closed
             writer.write_eof()

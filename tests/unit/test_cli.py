@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from app import cli
-from app.config import Settings, flag_name, variable_name
+from app import cli, options
+from app.config import SETTINGS, Settings
 from app.serve import listen
 
+ROOT = Path(__file__).parents[2]
 WORKER = ["--worker", "http://127.0.0.1:9"]
 
 
@@ -22,7 +25,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.upper().startswith("COATCHECK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(cli, "configure_logging", lambda level: None)
+    monkeypatch.setattr(options, "configure_logging", lambda level: None)
 
 
 @pytest.fixture
@@ -42,16 +45,16 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 
 def test_every_setting_is_in_one_group() -> None:
-    assert sorted(name for names in cli.GROUPS.values() for name in names) == sorted(Settings.model_fields)
+    assert len(SETTINGS) == sum(len(group.annotation.model_fields) for group in Settings.model_fields.values())
 
 
 def test_help_names_every_flag_and_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = command(capsys, "serve", "--help")
     assert code == 0
     words = " ".join(out.split())
-    for name in Settings.model_fields:
-        assert flag_name(name) in words
-        assert f"[{variable_name(name)}]" in words
+    for name in SETTINGS:
+        assert SETTINGS[name].flag in words
+        assert f"[{SETTINGS[name].variable}]" in words
 
 
 def test_check_says_what_would_be_used_and_why(
@@ -67,7 +70,7 @@ def test_check_says_what_would_be_used_and_why(
     *rows, verdict = out.splitlines()
     assert verdict == "the settings are valid"
     table = {row.split()[0]: row.split()[1:] for row in rows}
-    assert set(table) == {name.replace("_", "-") for name in Settings.model_fields}
+    assert set(table) == {name.replace("_", "-") for name in SETTINGS}
     assert table["port"] == ["0", "flag", "--port"]
     assert table["worker-tls-verify"] == ["false", "flag", "--worker-tls-verify"]
     assert table["session-secret"] == ["********", "variable", "COATCHECK_SESSION_SECRET"]
@@ -149,6 +152,21 @@ def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2
     for name in ("serve", "mock", "up"):
         assert name in out
+
+
+def test_help_and_version_import_nothing_heavy() -> None:
+    for option in ("--help", "--version"):
+        script = f"""if True:
+            import contextlib, sys
+            from app.cli import main
+            with contextlib.suppress(SystemExit):
+                main(["{option}"])
+            print(sorted({{"pydantic", "httpx", "fastapi", "uvicorn", "rich"}} & sys.modules.keys()))
+        """
+        said = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
+        ).stdout
+        assert said.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(

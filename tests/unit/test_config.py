@@ -10,16 +10,7 @@ import certifi
 import pytest
 from pydantic import SecretStr
 
-from app.config import (
-    Settings,
-    SettingsError,
-    dump_settings,
-    flag_name,
-    mask,
-    read_settings,
-    shown_value,
-    variable_name,
-)
+from app.config import SETTINGS, Settings, SettingsError, mask, read_settings, shown_value
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY = FILES / "api-keys", FILES / "worker-key"
@@ -138,7 +129,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def problems(flags: dict[str, Any] | None = None, file: Path | None = None) -> list[str]:
     with pytest.raises(SettingsError) as caught:
         read_settings(flags or {}, file)
-    return caught.value.problems
+    return [*caught.value.lines]
 
 
 def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
@@ -148,10 +139,8 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
 
 
 def test_the_examples_here_cover_every_setting() -> None:
-    assert set(WRITTEN) == set(Settings.model_fields)
-    assert {name for name, _, _ in BAD} | {"session_secret", "admin_token", "worker_api_key"} == set(
-        Settings.model_fields
-    )
+    assert set(WRITTEN) == set(SETTINGS)
+    assert {name for name, _, _ in BAD} | {"session_secret", "admin_token", "worker_api_key"} == set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -159,26 +148,26 @@ def test_every_setting_can_be_given_as_flag_variable_and_file_key(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text, value = WRITTEN[name]
-    default = getattr(read_settings({}).settings, name)
+    default = SETTINGS[name].value(read_settings({}).settings)
     assert default != value
 
     also = ALSO.get(name, {})
     by_flag = read_settings({name: text, **also})
-    assert getattr(by_flag.settings, name) == value
-    assert str(by_flag.origins[name]) == f"flag {flag_name(name)}"
+    assert SETTINGS[name].value(by_flag.settings) == value
+    assert str(by_flag.origins[name]) == f"flag {SETTINGS[name].flag}"
 
     for key in (name, name.replace("_", "-")):
         toml = written(tmp_path, f'{key} = "{text}"')
         yaml = written(tmp_path, f'{key}: "{text}"\n', "c.yaml")
         for file in (toml, yaml):
             by_file = read_settings(also, file)
-            assert getattr(by_file.settings, name) == value
+            assert SETTINGS[name].value(by_file.settings) == value
             assert str(by_file.origins[name]) == f"{key} in {file}"
 
-    monkeypatch.setenv(variable_name(name), text)
+    monkeypatch.setenv(SETTINGS[name].variable, text)
     by_variable = read_settings(also)
-    assert getattr(by_variable.settings, name) == value
-    assert str(by_variable.origins[name]) == f"variable {variable_name(name)}"
+    assert SETTINGS[name].value(by_variable.settings) == value
+    assert str(by_variable.origins[name]) == f"variable {SETTINGS[name].variable}"
 
 
 def test_files_may_use_their_own_types(tmp_path: Path) -> None:
@@ -190,8 +179,8 @@ def test_files_may_use_their_own_types(tmp_path: Path) -> None:
     )
     for file in (toml, yaml):
         settings = read_settings({}, file).settings
-        assert (settings.port, settings.session_ttl, settings.worker_tls_verify) == (1, 2.5, False)
-        assert settings.worker == ("http://a:1", "http://b:1")
+        assert (settings.listen.port, settings.store.session_ttl, settings.workers.worker_tls_verify) == (1, 2.5, False)
+        assert settings.workers.worker == ("http://a:1", "http://b:1")
 
 
 def test_flag_goes_before_variable_before_file_before_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -199,7 +188,12 @@ def test_flag_goes_before_variable_before_file_before_default(monkeypatch: pytes
     monkeypatch.setenv("COATCHECK_PORT", "2")
     monkeypatch.setenv("COATCHECK_CLAIM_CACHE", "2")
     settings, origins = read_settings({"port": "1"}, file)
-    assert (settings.port, settings.claim_cache, settings.max_stale, settings.idle_timeout) == (1, 2, 3.0, 300.0)
+    assert (
+        settings.listen.port,
+        settings.store.claim_cache,
+        settings.store.max_stale,
+        settings.limits.idle_timeout,
+    ) == (1, 2, 3.0, 300.0)
     kinds = [origins[name].kind for name in ("port", "claim_cache", "max_stale", "idle_timeout")]
     assert kinds == ["flag", "variable", "file", "default"]
 
@@ -208,14 +202,14 @@ def test_a_variable_may_name_the_file_and_a_flag_goes_before_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COATCHECK_CONFIG", str(written(tmp_path, "port = 3", "named.toml")))
-    assert read_settings({}).settings.port == 3
-    assert read_settings({}, written(tmp_path, "port = 4")).settings.port == 4
+    assert read_settings({}).settings.listen.port == 3
+    assert read_settings({}, written(tmp_path, "port = 4")).settings.listen.port == 4
 
 
 def test_an_empty_variable_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COATCHECK_PORT", "")
     monkeypatch.setenv("COATCHECK_CONFIG", "")
-    assert read_settings({}).settings.port == 8000
+    assert read_settings({}).settings.listen.port == 8000
 
 
 @pytest.mark.parametrize(("name", "value", "remedy"), BAD)
@@ -223,7 +217,7 @@ def test_a_bad_value_is_explained_as_it_was_written(
     name: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (problem,) = problems({name: value})
-    assert problem.startswith(f"{flag_name(name)} {value or repr(value)}: ")
+    assert problem.startswith(f"{SETTINGS[name].flag} {value or repr(value)}: ")
     assert remedy in problem
 
     file = written(tmp_path, f'{name} = "{value}"')
@@ -232,9 +226,9 @@ def test_a_bad_value_is_explained_as_it_was_written(
     assert remedy in problem
 
     if value:
-        monkeypatch.setenv(variable_name(name), value)
+        monkeypatch.setenv(SETTINGS[name].variable, value)
         (problem,) = problems()
-        assert problem.startswith(f"{variable_name(name)}={value}: ")
+        assert problem.startswith(f"{SETTINGS[name].variable}={value}: ")
         assert remedy in problem
 
 
@@ -272,7 +266,7 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
 def test_settings_that_do_not_fit_together_are_both_named(flags: dict[str, Any], names: tuple[str, ...]) -> None:
     (problem,) = problems(flags)
     for name in names:
-        written_as = "--no-worker-tls-verify" if flags[name] is False else f"{flag_name(name)} {flags[name]}"
+        written_as = "--no-worker-tls-verify" if flags[name] is False else f"{SETTINGS[name].flag} {flags[name]}"
         assert written_as in problem
 
 
@@ -286,7 +280,20 @@ def test_an_unknown_file_key_is_refused_with_the_nearest_one(tmp_path: Path) -> 
         (problem,) = problems({}, file)
         assert str(file) in problem
         assert "'sesion-ttl'" in problem
-        assert "session_ttl" in problem
+        assert "did you mean session-ttl?" in problem
+
+
+@pytest.mark.parametrize(("name", "text"), [("c.toml", "Port = 1\nport = 2"), ("c.yaml", "Port: 1\nport: 2\n3: 4")])
+def test_a_key_in_capitals_is_another_key(name: str, text: str, tmp_path: Path) -> None:
+    said = problems({}, written(tmp_path, text, name))
+    assert said[0].endswith("there is no setting 'Port'; did you mean port?")
+    assert len(said) == text.count("\n")
+
+
+def test_a_file_that_a_variable_names_is_told_as_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COATCHECK_CONFIG", "/no/such.toml")
+    (problem,) = problems()
+    assert problem.startswith("COATCHECK_CONFIG=/no/such.toml: cannot be read")
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +328,7 @@ def test_a_file_that_cannot_be_used_is_named_with_the_reason(
 
 
 def test_an_empty_yaml_file_says_nothing(tmp_path: Path) -> None:
-    assert read_settings({}, written(tmp_path, "# nothing\n", "c.yaml")).settings.port == 8000
+    assert read_settings({}, written(tmp_path, "# nothing\n", "c.yaml")).settings.listen.port == 8000
 
 
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
@@ -336,19 +343,25 @@ def test_the_settings_survive_the_way_to_another_process_with_their_secrets() ->
     apart = ("worker_tls_verify", "worker_api_key_file")  # do not go with others
     flags = {name: text for name, (text, _) in WRITTEN.items() if name not in apart}
     settings = read_settings(flags).settings
-    assert Settings.model_validate_json(dump_settings(settings)) == settings
-    assert Settings.model_validate_json(dump_settings(settings)).session_secret.get_secret_value() == "hush"
+    assert Settings.load(settings.dump()) == settings
+    assert Settings.load(settings.dump()).store.session_secret.get_secret_value() == "hush"
+
+
+def test_secrets_leave_in_clear_only_where_that_is_asked_for() -> None:
+    settings = read_settings({"session_secret": "hush", "admin_token": "hush", "worker_api_key": "hush"}).settings
+    assert "hush" not in f"{settings!r} {settings.model_dump_json()} {settings.model_dump()}"
+    assert "hush" in settings.dump()
 
 
 def test_claims_are_kept_in_the_users_state_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "a folder"
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
-    assert read_settings({}).settings.claims == f"file://{tmp_path}/a%20folder/coatcheck/claims"
+    assert read_settings({}).settings.store.claims == f"file://{tmp_path}/a%20folder/coatcheck/claims"
     monkeypatch.setenv("XDG_STATE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert read_settings({}).settings.claims == f"file://{tmp_path}/.local/state/coatcheck/claims"
+    assert read_settings({}).settings.store.claims == f"file://{tmp_path}/.local/state/coatcheck/claims"
 
 
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        read_settings({}).settings.port = 1
+        read_settings({}).settings.listen.port = 1

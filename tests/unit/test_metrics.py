@@ -64,7 +64,7 @@ def test_histogram_is_cumulative_and_bounds_are_inclusive() -> None:
 
 
 def test_histogram_with_labels() -> None:
-    histogram = Histogram("x_seconds", "x", (1.0,), ("op",))
+    histogram = Histogram("x_seconds", "x", (1.0,), {"op": ()})
     assert list(histogram.family().samples) == []
     histogram.observe(0.5, ("get",))
     histogram.observe(2.0, ("get",))

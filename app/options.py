@@ -1,0 +1,121 @@
+"""`coatcheck serve` until it serves: its flags, made of the settings, and the check of what they name."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+from app import Trouble
+from app.config import CONFIG_VARIABLE, SETTINGS, Origin, Setting, Settings, mask, read_settings, shown_value
+from app.main import open_claims
+from app.serve import configure_logging, serve
+from backends.base import StoreConfigurationError, StoreError
+
+_NO_WORKER = (
+    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file); "
+    "for a first try, `coatcheck up` brings simulated ones"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that `run` takes."""
+    parser.set_defaults(run=run)
+    parser.usage = "coatcheck serve --worker URL [--worker URL ...] [options]"
+    parser.epilog = (
+        "A flag goes before its variable, a variable before the configuration file. Unknown keys and unknown "
+        "COATCHECK_* variables are errors. STATE is $XDG_STATE_HOME, else ~/.local/state."
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help=f"TOML or YAML, by its suffix; keys are the flags without dashes in front. [{CONFIG_VARIABLE}]",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the settings, open the claim store and close it again, print what would be used, and end",
+    )
+    for title, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.title):
+        group = parser.add_argument_group(title)
+        for setting in settings:
+            text = f"{setting.meaning} Default: {_default(setting).strip('`')}. [{setting.variable}]".replace("%", "%%")
+            # Values stay text here: Settings checks flags, variables and files alike.
+            how: dict[str, Any] = {"metavar": _metavar(setting)}
+            if setting.field.annotation is bool:
+                how = {"action": argparse.BooleanOptionalAction}
+            elif setting.field.annotation == tuple[str, ...]:
+                how["action"] = "append"
+            group.add_argument(setting.flag, dest=setting.name, default=argparse.SUPPRESS, help=text, **how)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve, or only check. Answers the exit code. Raises Trouble."""
+    settings, origins = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
+    if not settings.workers.worker:
+        raise Trouble(_NO_WORKER, code=2)
+    configure_logging(settings.process.log_level)
+    try:
+        asyncio.run(_try_store(settings))
+    except StoreConfigurationError as error:
+        claims = origins["claims"].with_value(mask(settings.store.claims))
+        raise Trouble(f"{claims}: {mask(str(error))}", code=2) from None
+    except StoreError as error:
+        print(
+            f"coatcheck: warning: the claim store cannot be reached ({mask(str(error))}); until it can, new sessions "
+            f"are {'placed by hash' if settings.store.on_store_outage == 'degrade' else 'refused'}",
+            file=sys.stderr,
+        )
+    if args.check:
+        print(_overview(settings, origins))
+        return 0
+    return serve(settings)
+
+
+async def _try_store(settings: Settings) -> None:
+    """Open the store and close it again. Raises StoreError; a StoreConfigurationError will not pass by itself."""
+    store = await open_claims(settings)
+    try:
+        await store.check()
+    finally:
+        await store.aclose()
+
+
+def _overview(settings: Settings, origins: dict[str, Origin]) -> str:
+    rows = [
+        (setting.key, shown_value(setting.value(settings)), str(origins[setting.name])) for setting in SETTINGS.values()
+    ]
+    name_width, value_width = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [f"{name:{name_width}}  {value:{value_width}}  {origin}".rstrip() for name, value, origin in rows]
+    return "\n".join([*lines, "the settings are valid"])
+
+
+def options_table() -> str:
+    """The settings as the documentation's table."""
+    lines = ["| Setting | Default | Meaning |", "|---|---|---|"]
+    for setting in SETTINGS.values():
+        meaning = setting.meaning
+        if setting.field.annotation in (int, float) or setting.name == "log_level":
+            meaning += f" {setting.expected[0].upper()}{setting.expected[1:]}."
+        lines.append(f"| `{setting.key}` | {_default(setting)} | {meaning} |")
+    return "\n".join(lines)
+
+
+def _metavar(setting: Setting) -> str:
+    if setting.field.annotation in (int, float):
+        return "SECONDS" if setting.meaning.startswith("Seconds") else "N"
+    if setting.field.annotation == Path | None:
+        return "FILE"
+    return setting.spoken.value or setting.name.rpartition("_")[2].upper()
+
+
+def _default(setting: Setting) -> str:
+    """In backquotes when it is a literal value."""
+    default = setting.spoken.default or shown_value(setting.field.default)
+    if default == "(none)":
+        return "none"
+    return default if setting.spoken.default and "://" not in default else f"`{default}`"

@@ -1,0 +1,169 @@
+"""What a client is answered: a worker's response as it comes, or something of our own."""
+
+from __future__ import annotations
+
+from app.errors import TurnError, error_body
+from app.http import sse
+from app.http.exchange import Exchange
+from app.http.headers import Header, header
+from app.http.inplace import Wake
+from app.http.worker import AttemptFailed, AttemptTimeout, WorkerConnection
+from app.metrics import Histogram
+from app.sessions.affinity import Binding
+from app.turn.presence import Presence
+
+
+class Answer:
+    """The sink of the worker's connection, which pushes into it: no task, no future and no round of the event loop per
+    piece. When the client's buffer is full it pauses that connection until the client has caught up.
+
+    Invariant: the turn waits at `_done` for the end of the body, its failure, or the end being held (`_held`); while
+    the client is full (`stalled`) none of these wakes it before the client has taken what it got. While `_held` is
+    set, whatever comes goes there: nothing overtakes an end that waits for the session's close.
+    """
+
+    # Defaults in the class: most answers never set most of these.
+    came = False
+    """The first piece of the body has come."""
+    stalled = False
+    failure: AttemptFailed | None = None
+    """The body will not be completed."""
+    _connection: WorkerConnection | None = None
+    _binding: Binding | None = None
+    _written_end = False
+    _held: list[bytes] | None = None
+    _held_end = False
+    _marker: sse.DoneDetector | None = None
+    _last = b""
+    _last_framing = 0
+    """Bytes behind the data of `_last`."""
+
+    def __init__(self, exchange: Exchange, presence: Presence, ttft: Histogram, began: float) -> None:
+        """`ttft` is told how long after `began`, by the loop's time, the first piece came."""
+        self._exchange, self._presence, self._ttft, self._began = exchange, presence, ttft, began
+        self._done = Wake()
+
+    @property
+    def waits_for_worker(self) -> bool:
+        return not self.stalled and self._held is None
+
+    # -- the turn's side
+
+    def relay(self, connection: WorkerConnection, binding: Binding | None) -> bool:
+        """Begin to pass the worker's body on. Answers whether all of it has gone by already; else await `ended`."""
+        self._connection, self._binding = connection, binding
+        connection.relay(self)
+        if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
+            self._exchange.flush()
+        return self._written_end and not self.stalled
+
+    async def ended(self) -> None:
+        """The body has ended, or its `failure` has come."""
+        await self._done
+        while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
+            assert self._binding is not None
+            await self._presence.in_any_case(self._binding.close())
+            self._done = Wake()
+            held, self._held = self._held, None
+            self._push(b"".join(held), self._held_end)
+            if self.failure is not None and not self.stalled:
+                self._done.set()
+            await self._done
+
+    async def say_broken(self, failure: AttemptFailed) -> None:
+        """The attempt failed after the head. Say so inside an event stream, and never end the body cleanly: clients
+        take a clean end for a complete answer."""
+        assert self._connection is not None
+        headers = self._connection.response.headers
+        kind = header(headers, b"content-type") or b""
+        if (
+            kind.lower().startswith(b"text/event-stream")
+            and header(headers, b"content-length") is None
+            and header(headers, b"content-encoding") is None
+        ):
+            last = self._last[: len(self._last) - self._last_framing]
+            code = "worker_stalled" if isinstance(failure, AttemptTimeout) else "worker_stream_broken"
+            await self._say(sse.error_event(error_body(TurnError(code, str(failure))), last), False)
+
+    async def say(self, status: int, headers: list[Header], body: bytes) -> None:
+        """Something of our own, whole."""
+        self._exchange.start(status, headers)
+        await self._say(body, True)
+
+    async def _say(self, data: bytes, end: bool) -> None:
+        self._written_end = True
+        self._done = Wake()
+        if not self._exchange.write(data, end):
+            self.stalled = True
+            await self._done
+
+    # -- called from the client's connection; as the sink's methods they may run the turn in place: the last thing
+
+    def client_took(self) -> None:
+        """The client has taken what was written."""
+        if not self.stalled:
+            return
+        self.stalled = False
+        if self._written_end or self.failure is not None or self._held is not None:
+            self._done.set()
+        elif self._connection is not None:
+            self._connection.resume()
+
+    def client_left(self) -> None:
+        if self._held is None:
+            self._done.set()
+
+    # -- the sink: called from the worker's connection
+
+    def on_data(self, data: bytes, end: bool) -> None:
+        if not self.came:
+            self.came = True
+            self._ttft.observe(self._presence.loop.time() - self._began)
+        if self._held is not None:
+            self._held.append(data)
+            self._held_end = end
+            return
+        binding = self._binding
+        if binding is not None and binding.holds_end and self._hold(data, end):
+            return
+        self._push(data, end)
+
+    def on_chunk(self, frame: bytes, start: int) -> None:
+        binding = self._binding
+        if self._held is not None or not self.came or (binding is not None and binding.holds_end):
+            self.on_data(frame[start:-2], False)
+            return
+        self._last, self._last_framing = frame, 2
+        if not self._exchange.write_chunk(frame, start):
+            self._stall()
+
+    def on_failure(self, failure: AttemptFailed) -> None:
+        self.failure = failure
+        if not self.stalled:
+            self._done.set()
+
+    def _hold(self, data: bytes, end: bool) -> bool:
+        """Keep back the end of a session's last answer until its claim is closed; clients take either the end of
+        the body or the `[DONE]` event for it."""
+        if self._marker is None:
+            self._marker = sse.DoneDetector()
+        if not end and not self._marker.feed(data):
+            return False
+        self._held, self._held_end = [data], end
+        if not self.stalled:
+            self._done.set()
+        return True
+
+    def _push(self, data: bytes, end: bool) -> None:
+        self._last, self._last_framing = data, 0
+        self._written_end = end
+        if not self._exchange.write(data, end):
+            self._stall()
+        elif end:
+            self._done.set()
+
+    def _stall(self) -> None:
+        """The client is full: read no more from the worker until it has taken what it got."""
+        self.stalled = True
+        if self._connection is not None:
+            self._connection.pause()

@@ -1,0 +1,84 @@
+"""The client's side of every wait: what a turn waits for ends when its client leaves, and what came too late is given
+back. A turn is driven in place and is no task, so what needs one (timeouts, the store, connecting) gets it here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from app.errors import ClientDisconnected
+from app.http.inplace import Wake
+
+T = TypeVar("T")
+
+
+def nothing(_: object) -> None:
+    """Needs no undoing."""
+
+
+class Presence:
+    """Whether the client of one turn is still there.
+
+    `_pending` is the task that is waited for and that the client's leaving cancels; None: nothing, or nothing that may
+    be cancelled."""
+
+    __slots__ = ("_pending", "gone", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._pending: asyncio.Task[Any] | None = None
+        self.gone = False
+
+    def left(self) -> None:
+        """The client has left. The turn may go on in place."""
+        self.gone = True
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def raise_if_gone(self) -> None:
+        """Raises ClientDisconnected when it has left."""
+        if self.gone:
+            raise ClientDisconnected
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T], undo: Callable[[T], object] = nothing) -> T:
+        """The result of `work`, which runs in a task. `undo` gives back one that came too late. Raises
+        ClientDisconnected as soon as the client leaves."""
+        if self.gone:
+            work.close()
+            raise ClientDisconnected
+        self._pending = task = self.loop.create_task(work)
+        try:
+            await _ended(task, undo)
+        finally:
+            self._pending = None
+        if self.gone:
+            _give_back(task, undo)
+            raise ClientDisconnected
+        return task.result()
+
+    async def in_any_case(self, work: Coroutine[Any, Any, T], undo: Callable[[T], object] = nothing) -> T:
+        """The result of `work`, which runs in a task, whether the client leaves or not."""
+        task = self.loop.create_task(work)
+        await _ended(task, undo)
+        return task.result()
+
+
+async def _ended(task: asyncio.Task[T], undo: Callable[[T], object]) -> None:
+    done = Wake()
+    task.add_done_callback(lambda _: done.set())
+    try:
+        await done
+    except asyncio.CancelledError:  # we are being cancelled ourselves
+        if task.done():
+            _give_back(task, undo)
+        else:
+            task.cancel()
+            task.add_done_callback(lambda late: _give_back(late, undo))
+        raise
+
+
+def _give_back(task: asyncio.Task[T], undo: Callable[[T], object]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        undo(task.result())

@@ -1,0 +1,280 @@
+"""What is read of a request, and what of it goes on to a worker (`Request`); and the rules of both (`Reading`)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from app.errors import TurnError
+from app.fleet.workers import Target
+from app.http.exchange import Exchange
+from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, response_headers, sort_request
+from app.http.inplace import Wake
+from app.http.worker import Expected, WorkerConnection
+from app.sessions.identity import HINTS, Identifier, Identity
+from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Tenants
+
+DRY_RUN = b"x-coatcheck-dry-run"
+"""Asks where a turn would go, without sending it there."""
+_RARE = HINTS | {DRY_RUN}
+_WANTED = _RARE | {b"content-length", b"content-type", b"content-encoding", b"x-request-id", b"host"}
+_YES = frozenset({b"1", b"true", b"yes", b"on"})
+_STREAMED_FROM = 256 * 1024
+"""Bytes from which on a request body that says nothing of routing goes through as it comes; smaller ones, whole, can be
+sent again."""
+_EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
+"""Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
+
+
+class BodyHints(msgspec.Struct):
+    """Dynamo's extension of the request (`nvext`), as far as it places."""
+
+    backend_instance_id: str | int | None = None
+    decode_worker_id: str | int | None = None
+    prefill_worker_id: str | int | None = None
+    dp_rank: int | None = None
+    prefill_dp_rank: int | None = None
+
+
+class Fields(msgspec.Struct):
+    """What routing needs of a request body; everything else is skipped, and the bytes travel as they came."""
+
+    model: str | None = None
+    stream: bool | None = None
+    nvext: BodyHints | None = None
+
+    def ids(self) -> dict[str, Any]:
+        """The fields that a session's id may be in."""
+        return {}
+
+
+class _FieldsWithIds(Fields):
+    """Also what some clients fill with a session's id. The types are the worker's to judge."""
+
+    prompt_cache_key: Any = None
+    user: Any = None
+    metadata: Any = None
+
+    def ids(self) -> dict[str, Any]:
+        return {"prompt_cache_key": self.prompt_cache_key, "user": self.user, "metadata": self.metadata}
+
+
+_NO_FIELDS = Fields()
+_NO_IDENTITY = Identity()
+
+
+class Reading:
+    """What a router reads of every request, and what it sends on. Fixed from the start but for the count of ids."""
+
+    def __init__(
+        self,
+        *,
+        identifier: Identifier | None = None,
+        tenants: Tenants | None = None,
+        forwarding: Forwarding | None = None,
+        worker_key: bytes = b"",
+        rank_header: bytes = b"x-data-parallel-rank",
+        has_ranks: bool = False,
+        body_limit: int = 64 * 1024 * 1024,
+    ) -> None:
+        """Left out: the default sources of ids, no API keys, no trusted proxies.
+
+        `worker_key` is sent to the workers in place of the client's key; empty: the client's is passed on.
+        `rank_header`, in lower case, tells a worker the rank (the default is vLLM's); where a worker of the fleet
+        `has_ranks` it is ours to say. `body_limit` in bytes."""
+        self.identifier = identifier or Identifier()
+        self.forwarding = forwarding or Forwarding()
+        self.tenants = tenants if tenants is not None and len(tenants) else None
+        self.body_limit = body_limit
+        self.rank_line = b"\r\n%b: %%d" % rank_header
+        self.key_line = b"authorization: Bearer %b\r\n" % worker_key if worker_key else b""
+        decoded = _FieldsWithIds if self.identifier.reads_body else Fields
+        self.decode: Callable[[bytes], Fields] = msgspec.json.Decoder(decoded).decode
+        self.wanted = _WANTED | FORWARDED | self.identifier.wanted
+        kept_back = NOT_TO_WORKER | {DRY_RUN, ADMIN_TOKEN}
+        if self.tenants is not None:
+            self.wanted |= CREDENTIALS
+        if worker_key:
+            kept_back |= CREDENTIALS
+        if has_ranks:
+            kept_back |= {rank_header}
+        self.kept_back = kept_back | FORWARDED
+        self.kept_back_of_trusted = kept_back | {b"x-forwarded-for"}
+        self._ids = itertools.count(1)
+        self._id_prefix = os.urandom(8).hex().encode()
+
+    def next_id(self) -> bytes:
+        """For a request that brings none."""
+        return b"%b-%x" % (self._id_prefix, next(self._ids))
+
+
+class Request:
+    """One request, from its first byte to the last that goes on to a worker."""
+
+    # Defaults in the class: most requests never set most of these.
+    id = b""
+    tenant = NOBODY
+    identity = _NO_IDENTITY
+    fields = _NO_FIELDS
+    dry_run = False
+    may_hint = False
+    """There may be hints in it; most requests have none, and nobody need look."""
+    body = b""
+    """All of it, or its first piece when there is `more`."""
+    noted: Noted
+    """Set by `read_head`."""
+    more = False
+    """The rest of the body says nothing of routing and goes through as it comes."""
+    _lines = b""
+    _length = -1
+    """Of the body, as the head declares it; -1: it does not."""
+
+    def __init__(self, reading: Reading, exchange: Exchange) -> None:
+        self._reading, self._exchange = reading, exchange
+
+    def read_head(self) -> None:
+        """Who asks, and the session's identity. Raises TurnError."""
+        reading, exchange = self._reading, self._exchange
+        peer = exchange.peer
+        trusted = reading.forwarding.trusts(peer)
+        kept_back = reading.kept_back_of_trusted if trusted else reading.kept_back
+        lines, noted = sort_request(exchange.headers, reading.wanted, kept_back)
+        self.noted = noted
+        self._lines = lines + reading.forwarding.lines((peer or "").encode(), exchange.scheme, noted, trusted)
+        self.id = _given_id(noted) or reading.next_id()
+        if reading.tenants is not None:
+            self.tenant = reading.tenants.authenticate(noted)
+        if not _RARE.isdisjoint(noted):
+            self.may_hint = True
+            self.dry_run = DRY_RUN in noted and noted[DRY_RUN][0].strip().lower() in _YES
+        self.identity = reading.identifier.identify(noted)
+
+    async def read_body(self) -> None:
+        """The body (capped), and the fields that routing needs. Raises TurnError or ClientDisconnected."""
+        exchange, noted, cap = self._exchange, self.noted, self._reading.body_limit
+        declared = noted.get(b"content-length")
+        if declared is not None:
+            self._length = int(declared[0])
+            if self._length > cap:
+                raise _too_large(cap)
+        whole = _is_routable(noted) or 0 <= self._length <= _STREAMED_FROM
+        body, more = await exchange.receive(cap + 1 if whole else 1)
+        if len(body) > cap or (whole and more):
+            raise _too_large(cap)
+        self.body, self.more = body, more
+        if more:
+            return
+        if body:
+            self._read_fields(body, noted)
+        exchange.watch()
+
+    def _read_fields(self, body: bytes, noted: Noted) -> None:
+        """Raises TurnError `invalid_json` or `invalid_request`, for bodies that say they are JSON; others are the
+        worker's business."""
+        try:
+            self.fields = fields = self._reading.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            kind = noted.get(b"content-type", (b"",))[0]
+            if b"json" not in kind.lower() or b"content-encoding" in noted:
+                return
+            if isinstance(error, msgspec.ValidationError):
+                raise TurnError("invalid_request", f"the request body is not as expected: {error}") from error
+            raise TurnError("invalid_json", f"the request body is not valid JSON: {error}") from error
+        if fields.nvext is not None:
+            self.may_hint = True
+        identifier = self._reading.identifier
+        if identifier.reads_body and self.identity.session is None:
+            self.identity = identifier.identify(noted, fields.ids())
+
+    # -- on its way to a worker
+
+    @property
+    def once(self) -> bool:
+        """It cannot be sent a second time."""
+        return self.more or bool(self._exchange.switches)
+
+    def send(self, connection: WorkerConnection, target: Target) -> Wake:
+        """Head and body, or as much of it as is there. As `WorkerConnection.send`."""
+        exchange = self._exchange
+        expected = Expected.HEAD if exchange.method == b"HEAD" else Expected.ANSWER
+        return connection.send(
+            self._head(target),
+            _chunk(self.body) if self.more and self._length < 0 else self.body,
+            expected=Expected.SWITCH if exchange.switches else expected,
+            on_interim=self._pass_interim,
+            more=self.more,
+        )
+
+    def _head(self, target: Target) -> bytes:
+        """As `target` gets it."""
+        exchange, reading, worker = self._exchange, self._reading, target.worker
+        parts = [
+            exchange.method,
+            b" ",
+            worker.base_path,
+            exchange.raw_path,
+            b"?" if exchange.query else b"",
+            exchange.query,
+            worker.host_line,
+            reading.key_line,
+            self._lines,
+            b"x-request-id: ",
+            self.id,
+        ]
+        if target.rank is not None:
+            parts.append(reading.rank_line % target.rank)
+        if exchange.switches:
+            parts.append(b"\r\nconnection: upgrade\r\nupgrade: %b" % exchange.switches)
+        elif self.more:
+            parts.append(
+                b"\r\ntransfer-encoding: chunked" if self._length < 0 else b"\r\ncontent-length: %d" % self._length
+            )
+        elif self.body or self._length >= 0 or exchange.method in _EMPTY_BODY_METHODS:
+            parts.append(b"\r\ncontent-length: %d" % len(self.body))
+        parts.append(b"\r\n\r\n")
+        return b"".join(parts)
+
+    async def send_rest(self, connection: WorkerConnection) -> None:
+        """The rest of a body that goes through as it comes, or all that is said in another protocol.
+        Raises TurnError or ClientDisconnected."""
+        switched = bool(self._exchange.switches)
+        chunked = self._length < 0 and not switched
+        cap, size, more = self._reading.body_limit, len(self.body), True
+        while more:
+            piece, more = await self._exchange.receive()
+            size += len(piece)
+            if size > cap and not switched:
+                raise _too_large(cap)
+            if chunked:
+                piece = _chunk(piece) if more else _chunk(piece) + b"0\r\n\r\n"
+            await connection.write(piece)
+        connection.uploading = False
+        self._exchange.watch()
+
+    def _pass_interim(self, status: int, headers: list[Header]) -> None:
+        """A worker's 1xx, to the client."""
+        self._exchange.interim(status, response_headers(headers, status))
+
+
+def _given_id(noted: Noted) -> bytes | None:
+    values = noted.get(b"x-request-id")
+    return values[0] if values and 0 < len(values[0]) <= 128 and values[0].isascii() else None
+
+
+def _is_routable(noted: Noted) -> bool:
+    """Whether a request body may say where its turn is to go."""
+    kind = noted.get(b"content-type")
+    return b"content-encoding" not in noted and (kind is None or b"json" in kind[0].lower())
+
+
+def _chunk(data: bytes) -> bytes:
+    """One chunk of a body without a length (RFC 9112 7.1). Of no bytes none: that would be the end."""
+    return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+
+
+def _too_large(cap: int) -> TurnError:
+    return TurnError("request_too_large", f"the request body is larger than {cap} bytes")

@@ -1,0 +1,167 @@
+"""One try of a turn at one target (`Attempt`), and the law of trying again (`after`).
+
+A request is sent again only when no work can be done twice:
+
+- no connection could be made: surely nothing ran; the worker is lost, and the turn goes on at another one;
+- a reused connection was closed before any byte of an answer: it was closed already when we wrote into it, so the
+  request surely did not run; once more at the same worker, on a fresh connection;
+- the connection broke before any byte of an answer, and the worker, asked at once, refuses new ones: its process is
+  gone, and what it had begun is gone with it; the worker is lost, and the turn goes on at another one. Once: a request
+  of which two workers have died is not taken to a third.
+
+A request whose body goes through as it comes, or that asks for another protocol, goes on a fresh connection and is sent
+once. Nothing else is tried again: the worker may be at work on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from types import TracebackType
+
+import msgspec
+
+from app.errors import TurnError
+from app.fleet.workers import Target, Worker
+from app.http.inplace import Driven, Wake
+from app.http.worker import (
+    AttemptFailed,
+    AttemptTimeout,
+    BadResponse,
+    ConnectFailed,
+    ConnectionBroken,
+    ConnectRefused,
+    LocalLimit,
+    StaleConnection,
+    WorkerConnection,
+)
+from app.metrics import Metrics
+from app.turn.presence import Presence, nothing
+from app.turn.request import Request
+
+_DYING_PAUSES = (0.0, 0.02, 0.1, 0.3)
+"""Seconds before each time that a worker which broke a connection is asked whether it is still there: a process that is
+killed loses its connections before the socket that it listens on, and takes new ones in between."""
+
+
+class Next(enum.Enum):
+    """What follows a failed attempt."""
+
+    AGAIN = "stale_connection"
+    """At the same worker, on a fresh connection. The values are the reasons that are counted."""
+    ELSEWHERE = "worker_unreachable"
+    """The worker is lost."""
+    ELSEWHERE_IF_GONE = "worker_died"
+    """The worker is lost if it refuses connections now; else the turn has failed."""
+    FAIL = ""
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """What is known of a request when an attempt has failed."""
+
+    once: bool = False
+    """It cannot be sent a second time: its body went through as it came, or it asked for another protocol."""
+    first_byte: bool = False
+    """Of an answer something has come."""
+    killed: bool = False
+    """A worker has died of it before."""
+
+
+def after(failure: AttemptFailed, sent: Sent) -> Next:
+    """The law of trying again."""
+    if isinstance(failure, ConnectFailed):
+        return Next.ELSEWHERE
+    if isinstance(failure, StaleConnection):
+        return Next.AGAIN
+    if isinstance(failure, ConnectionBroken) and not (sent.once or sent.first_byte or sent.killed):
+        return Next.ELSEWHERE_IF_GONE
+    return Next.FAIL
+
+
+def error_of(failure: AttemptFailed) -> TurnError:
+    """What the client is told of an attempt that failed before a response began and is not made again."""
+    if isinstance(failure, LocalLimit):
+        return TurnError("overloaded", str(failure))
+    if isinstance(failure, AttemptTimeout):
+        return TurnError("worker_timeout", str(failure))
+    if isinstance(failure, BadResponse):
+        return TurnError("worker_bad_response", str(failure))
+    return TurnError("worker_reset", str(failure))
+
+
+class Attempt:
+    """One try. A context: it holds the target's slot, and a connection from `send` on, until it is left."""
+
+    __slots__ = ("_loop", "_metrics", "_presence", "_upload", "connection", "target", "upload_fault")
+
+    def __init__(self, target: Target, presence: Presence, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+        self.target, self._presence, self._metrics, self._loop = target, presence, metrics, loop
+        self.connection: WorkerConnection | None = None
+        self._upload: Driven | None = None
+        self.upload_fault: Exception | None = None
+        """Why the rest of the request could not be sent."""
+
+    def __enter__(self) -> Attempt:
+        self.target.in_flight += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.target.in_flight -= 1
+        if self.connection is not None:
+            self.connection.release()
+        if self._upload is not None:
+            self._upload.close()
+
+    @property
+    def came(self) -> bool:
+        """Something of an answer has come."""
+        return self.connection is not None and self.connection.first_byte
+
+    def send(self, request: Request, connection: WorkerConnection) -> Wake:
+        """Set when the head of the worker's response is there. Raises AttemptFailed where it is awaited."""
+        self.connection = connection
+        head = request.send(connection, self.target)
+        if request.more:
+            self.send_rest(request)
+        return head
+
+    def send_rest(self, request: Request) -> None:
+        """Begin to pass on what the client goes on to send, while the worker may already answer."""
+        assert self.connection is not None
+        self._upload = Driven(nothing, self._upload_failed)
+        self._upload.start(request.send_rest(self.connection))
+
+    def _upload_failed(self, fault: Exception) -> None:
+        self.upload_fault = fault
+        if self.connection is not None:  # not in place: it may end the turn, and with it what calls us
+            self._loop.call_soon(self.connection.fail, ConnectionBroken("the request was not completed"))
+
+
+async def connect(worker: Worker, presence: Presence, metrics: Metrics) -> WorkerConnection:
+    """A new connection. Raises ConnectFailed, LocalLimit or ClientDisconnected."""
+    try:
+        connection = await presence.unless_gone(worker.pool.connect(), WorkerConnection.close)
+    except ConnectFailed:
+        metrics.connects.inc(worker.name, "failed")
+        worker.unreachable()
+        raise
+    metrics.connects.inc(worker.name, "ok")
+    worker.reached()
+    return connection
+
+
+async def is_gone(worker: Worker, presence: Presence, metrics: Metrics) -> bool:
+    """Whether nobody listens at the worker's address. Raises ClientDisconnected."""
+    for pause in _DYING_PAUSES:
+        if pause:
+            await presence.unless_gone(asyncio.sleep(pause))
+        try:
+            connection = await connect(worker, presence, metrics)
+        except ConnectRefused:
+            return True
+        except AttemptFailed:
+            return False  # a path that is cut says nothing of the worker behind it
+        connection.close()
+    return False

@@ -1,0 +1,162 @@
+"""Where a turn goes, and why: its session's claim before the client's hint before the policy. A turn acts on the same
+`Decision` that a dry run prints."""
+
+from __future__ import annotations
+
+import msgspec
+
+from app.errors import TurnError
+from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least_loaded
+from app.fleet.workers import Fleet, Target
+from app.http.exchange import Exchange
+from app.metrics import Metrics
+from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.identity import KeyHasher, read_hints
+from app.sessions.tenants import Admins
+from app.turn.request import BodyHints, Request
+
+_NO_HINTS = BodyHints()
+_HOW = {"degraded": "degraded", "store": "stored"}
+"""What a turn would be told of a session that is known from there; from anywhere else: cached."""
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """What the operator decided about sessions."""
+
+    soft_overload: int = 0
+    """Turns in flight at a target from which on a session may pass it over for one turn; 0: never."""
+    reject_conflicts: bool = False
+    """A hint that a claim contradicts is refused; else the claim overrides it."""
+
+
+class Hint(msgspec.Struct, frozen=True):
+    """Where the client would like its turn: a worker, one of its ranks, or (without a worker) a rank of wherever its
+    session is."""
+
+    worker: str | None
+    rank: int | None
+    targets: tuple[Target, ...]
+
+    def __str__(self) -> str:
+        parts = [] if self.worker is None else [f"worker {self.worker}"]
+        return " ".join(parts if self.rank is None else [*parts, f"rank {self.rank}"])
+
+    def fits(self, target: Target) -> bool:
+        return target in self.targets if self.targets else target.rank == self.rank
+
+
+class Decision(msgspec.Struct, frozen=True):
+    target: Target
+    how: str
+    """One of AFFINITY_OUTCOMES: how the turn came there."""
+    because: str
+    """What decided: hint, parent, policy, overload, or where the session is known from (`View.source`)."""
+    overrides: bool = False
+    """A claim goes before what the client asked for."""
+
+
+class Routing:
+    """The choices of one router. Decides and only looks: whoever acts on a decision counts it."""
+
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        policy: Policy,
+        affinity: Affinity,
+        hasher: KeyHasher,
+        metrics: Metrics,
+        admins: Admins | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        """Left out: admins from this machine, hard affinity."""
+        self._fleet, self._policy, self._affinity, self._hasher = fleet, policy, affinity, hasher
+        self._metrics = metrics
+        self._admins = admins or Admins("")
+        self._rules = rules or Rules()
+
+    def session(self, request: Request) -> Binding | None:
+        """The session of a turn, not bound yet; None: it has none."""
+        identity = request.identity
+        if identity.session is None:
+            return None
+        return self._affinity.session(self._hasher.key(request.tenant, *identity.session), final=identity.final)
+
+    def hint(self, request: Request, exchange: Exchange) -> Hint | None:
+        """What the client asks for; headers before the body's `nvext`, as Dynamo has it. Raises TurnError."""
+        said, hints = read_hints(request.noted), request.fields.nvext or _NO_HINTS
+        if said.prefill or hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None:
+            self._metrics.hints_ignored.inc("prefill")
+        name = said.worker
+        if name is None:
+            given = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id
+            name = None if given is None else str(given)
+        rank = said.rank if said.rank is not None else hints.dp_rank
+        if name is None:
+            return None if rank is None else Hint(None, rank, ())
+        worker = self._fleet.worker(name)
+        targets = () if worker is None else tuple(t for t in worker.targets if rank is None or t.rank == rank)
+        if not targets:
+            message = f"{WORKER_HINT} names no worker of this router"
+            if worker is not None:
+                message = f"the worker {name} has no rank {rank}"
+            if self._admins.allows(exchange.peer, exchange.headers):
+                message += f"; it has {', '.join(worker.name for worker in self._fleet)}"
+            raise TurnError("unknown_worker", message, param=WORKER_HINT)
+        return Hint(name, rank, targets)
+
+    def placement(self, request: Request, hint: Hint | None) -> Placement:
+        """How the request's session is to be placed where no claim stands."""
+        if hint is not None and hint.targets:
+            return Placement(candidates=hint.targets)
+        refusal = None
+        if hint is not None:
+            refusal = _needs_worker()
+        elif self._policy is direct:
+            refusal = hint_required()
+        parent = request.identity.parent
+        key = None if parent is None else self._hasher.key(request.tenant, *parent)
+        return Placement(parent=key, refusal=refusal)
+
+    def without_session(self, hint: Hint | None, lost: frozenset[str] = frozenset()) -> Decision:
+        """For a turn that has no session, or must go on at a worker that is not `lost`. Raises TurnError."""
+        if hint is not None and not lost:
+            if not hint.targets:
+                raise _needs_worker()
+            return Decision(least_loaded(hint.targets), "none", "hint")
+        candidates = self._fleet.candidates(lost)
+        if not candidates:
+            raise TurnError("no_worker", "no worker can take the turn")
+        return Decision(self._policy(candidates), "none", "policy")
+
+    def of_session(self, bound: Target, how: str, because: str, hint: Hint | None) -> Decision:
+        """For a turn whose session is at `bound`. Raises TurnError when that contradicts the hint and may not."""
+        overrides = hint is not None and not hint.fits(bound)
+        if overrides and self._rules.reject_conflicts:
+            raise TurnError("hint_conflict", f"the session is bound elsewhere than {hint} asks", param=WORKER_HINT)
+        limit = self._rules.soft_overload
+        if 0 < limit <= bound.in_flight:
+            # Soft affinity: this one turn may go to a target that is not overloaded, if there is one. The claim stays.
+            free = [t for t in self._fleet.candidates() if t is not bound and t.in_flight < limit]
+            if free:
+                return Decision(least_loaded(free), "bypassed", "overload", overrides)
+        return Decision(bound, how, because, overrides)
+
+    async def explain(self, request: Request, hint: Hint | None) -> tuple[Decision, str | None, int | None]:
+        """The decision that the turn would get, the session's key, and the revision of the claim that stands. Nothing
+        is claimed, renewed or counted. Raises TurnError."""
+        session = request.identity.session
+        if session is None:
+            return self.without_session(hint), None, None
+        key = self._hasher.key(request.tenant, *session)
+        view = await self._affinity.look_up(key)
+        revision = None if view.claim is None else view.claim.revision
+        if view.target is not None:
+            how = _HOW.get(view.source, "cached")
+            return self.of_session(view.target, how, view.source, hint), key, revision
+        target, because = await self._affinity.choose(self.placement(request, hint))
+        return Decision(target, "created" if view.claim is None else "rebound", because), key, revision
+
+
+def _needs_worker() -> TurnError:
+    return TurnError("invalid_hint", f"a rank without a claim needs {WORKER_HINT} beside it", param="X-Dynamo-DP-Rank")

@@ -1,0 +1,69 @@
+"""The law of trying again, as a table: what failed, what was sent, what came → what follows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from app.errors import TABLE
+from app.http.worker import (
+    AttemptFailed,
+    AttemptTimeout,
+    BadResponse,
+    ConnectFailed,
+    ConnectionBroken,
+    ConnectRefused,
+    LocalLimit,
+    StaleConnection,
+)
+from app.turn.retry import Next, Sent, after, error_of
+
+NOTHING = Sent()
+EVERY_SENT = [Sent(*each) for each in itertools.product((False, True), repeat=3)]
+
+ROWS: list[tuple[type[AttemptFailed], list[Sent], Next]] = [
+    # Surely nothing ran, whatever the request is.
+    (ConnectFailed, EVERY_SENT, Next.ELSEWHERE),
+    (ConnectRefused, EVERY_SENT, Next.ELSEWHERE),
+    (StaleConnection, EVERY_SENT, Next.AGAIN),
+    # It may have run: only where the process that ran it is gone, only once, and only if all of it can be sent again.
+    (ConnectionBroken, [NOTHING], Next.ELSEWHERE_IF_GONE),
+    (ConnectionBroken, [sent for sent in EVERY_SENT if sent != NOTHING], Next.FAIL),
+    # It may be running.
+    (AttemptTimeout, EVERY_SENT, Next.FAIL),
+    (BadResponse, EVERY_SENT, Next.FAIL),
+    # Elsewhere would be no better: it is the router that has no sockets left.
+    (LocalLimit, EVERY_SENT, Next.FAIL),
+]
+
+
+@pytest.mark.parametrize(
+    ("failure", "sent", "then"),
+    [(failure, sent, then) for failure, many, then in ROWS for sent in many],
+    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None) or repr(value),
+)
+def test_what_follows(failure: type[AttemptFailed], sent: Sent, then: Next) -> None:
+    assert after(failure("x"), sent) is then
+
+
+def test_the_table_knows_every_failure() -> None:
+    def kinds(kind: type[AttemptFailed]) -> set[type[AttemptFailed]]:
+        return {kind}.union(*map(kinds, kind.__subclasses__()))
+
+    assert {row[0] for row in ROWS} == kinds(AttemptFailed) - {AttemptFailed}
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (AttemptTimeout, "worker_timeout"),
+        (BadResponse, "worker_bad_response"),
+        (ConnectionBroken, "worker_reset"),
+        (LocalLimit, "overloaded"),
+    ],
+)
+def test_what_the_client_is_told(failure: type[AttemptFailed], code: str) -> None:
+    error = error_of(failure("the reason"))
+    assert (error.code, str(error)) == (code, "the reason")
+    assert code in TABLE

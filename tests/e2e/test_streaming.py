@@ -13,6 +13,7 @@ import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -92,7 +93,7 @@ async def play(setup: Setup) -> AsyncIterator[Play]:
 
         yield start
     for replica in (setup.usual, setup.hasty):
-        await wait_until(lambda replica=replica: _at_rest(replica), 5)
+        await wait_until(partial(_at_rest, replica), 5)
 
 
 async def _at_rest(replica: Replica) -> bool:

@@ -1,13 +1,39 @@
-"""A TCP proxy that loses what it is told to lose: the network's part in a lost reply."""
+"""The network's part: ports that stay ours, and a TCP proxy that loses what it is told to lose."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
 import socket
 import ssl
 from types import TracebackType
 from typing import Self
+
+_FIRST_PORT, _SHARE, _SHARES = 20_000, 2_000, 6
+"""All below those that Linux gives to connections (`ip_local_port_range`)."""
+_given: set[int] = set()
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports for servers that bind them later, or again after they were killed.
+
+    No connection takes one of these meanwhile, none is given twice, and the processes of one parallel run draw from
+    shares of their own.
+    """
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = _FIRST_PORT + number % _SHARES * _SHARE
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(first, first + _SHARE)
+        with socket.socket() as holder, contextlib.suppress(OSError):
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            holder.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                found.append(port)
+    return found
 
 
 class TcpProxy:

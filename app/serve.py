@@ -42,7 +42,7 @@ _SHORT_LIFE = 1.0
 
 
 def serve(settings: Settings) -> int:
-    """Serve until a signal, with logging configured. Answers the exit code. Raises Trouble where it cannot listen."""
+    """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
     try:
         sockets = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
@@ -187,7 +187,7 @@ class _Supervisor:
         self._signals = 0
 
     def run(self) -> int:
-        """Until a signal, or until a process cannot start. Answers the exit code."""
+        """Until a signal, or until a process cannot start. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:

@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from mocker import identity, kept, turns, wire
+from mocker import identity, kept, messages, turns, wire
 from mocker.engine import left_within
 from mocker.faults import Fault, FaultySend, reset_connection
 from mocker.records import Call
@@ -101,7 +101,7 @@ class MockWorker(FastAPI):
                 case Fault(mode="slow", ttft_ms=ttft_ms):
                     await asyncio.sleep((ttft_ms or 0) / 1000)
         except RequestError as error:
-            await _shaped(error)(scope, receive, named)
+            await _shaped(scope["path"], error)(scope, receive, named)
         else:
             await super().__call__(scope, receive, named)
 
@@ -229,17 +229,17 @@ class MockWorker(FastAPI):
 
     def _shape_errors(self) -> None:
         @self.exception_handler(RequestError)
-        async def on_request_error(_: Request, error: RequestError) -> Response:
-            return _shaped(error)
+        async def on_request_error(request: Request, error: RequestError) -> Response:
+            return _shaped(request.url.path, error)
 
         @self.exception_handler(RequestValidationError)
-        async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
-            return _shaped(RequestError(400, str(error)))
+        async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+            return _shaped(request.url.path, RequestError(400, str(error)))
 
         @self.exception_handler(HTTPException)
         async def on_http_exception(request: Request, error: HTTPException) -> Response:
             message = f"{error.detail}: {request.method} {request.url.path}"
-            return _shaped(RequestError(error.status_code, message, headers=error.headers))
+            return _shaped(request.url.path, RequestError(error.status_code, message, headers=error.headers))
 
 
 class _Adapter(msgspec.Struct):
@@ -249,8 +249,9 @@ class _Adapter(msgspec.Struct):
 _parse_adapter = wire.decoder(_Adapter)
 
 
-def _shaped(error: RequestError) -> Response:
-    return Response(wire.error_body(error), error.status, headers=dict(error.headers), media_type="application/json")
+def _shaped(path: str, error: RequestError) -> Response:
+    shape = messages.error_body if path.startswith("/v1/messages") else wire.error_body
+    return Response(shape(error), error.status, headers=dict(error.headers), media_type="application/json")
 
 
 def _json(value: Any) -> Response:

@@ -360,6 +360,9 @@ class ChatAnswer:
         return b"".join(self._chunk(index, role) for index in range(len(self._frames)))
 
     def token(self, pieces: Sequence[bytes]) -> bytes:
+        if len(pieces) == 1:
+            head, tail = self._frames[0]
+            return head + pieces[0] + tail
         return b"".join([head + piece + tail for (head, tail), piece in zip(self._frames, pieces, strict=True)])
 
     def end(self, texts: Sequence[str], finish: Finish, usage: Usage) -> bytes:

@@ -13,7 +13,8 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from app.errors import TurnError, documented
 from app.fleet.workers import Fleet
-from app.sessions.affinity import Affinity, View
+from app.sessions.affinity import Affinity
+from app.sessions.entries import View
 from app.sessions.identity import MAX_ID_BYTES, KeyHasher
 from app.sessions.tenants import Admins
 

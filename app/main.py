@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
 
 from app.admin import add_admin
 from app.config import Settings, Workers
 from app.control import add_control_plane
 from app.fleet.policies import POLICIES
 from app.fleet.workers import Fleet, make_worker, worker_specs
-from app.http.asgi import AsgiClient
 from app.http.headers import Forwarding
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
@@ -33,8 +31,8 @@ _LAG_EVERY = 0.1
 
 
 class Router(FastAPI):
-    """The application. Proxied paths go straight to the data plane and never enter the framework's middleware or
-    routing; FastAPI answers all others."""
+    """The application. Its FastAPI half answers the control plane; requests for proxied paths are given to `turns` by
+    the client's protocol (`app/http/client.py`) and never come here."""
 
     turns: Turns
     affinity: Affinity
@@ -49,12 +47,6 @@ class Router(FastAPI):
             for operation in operations.values():
                 operation["responses"].pop("422", None)  # the framework's own; ours is 400
         return described
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_proxied(scope["path"]):
-            await AsgiClient(scope, receive, send).run(self.turns.open)  # type: ignore[arg-type]
-        else:
-            await super().__call__(scope, receive, send)
 
 
 def is_proxied(path: str) -> bool:
@@ -77,7 +69,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         for spec in worker_specs(settings.workers.worker)
     )
     metrics = Metrics()
-    policy = POLICIES[settings.workers.policy]()
+    policy = POLICIES[settings.workers.policy]
     tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
     admins = Admins(settings.access.admin_token.get_secret_value())
     hasher = KeyHasher(settings.store.session_secret.get_secret_value().encode())
@@ -115,6 +107,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             )
             app.turns = Turns(
                 Shared(
+                    fleet=fleet,
                     reading=reading,
                     routing=Routing(
                         fleet=fleet,

@@ -122,9 +122,8 @@ class Seat(Generic[T]):
     async def ended(self, until: float | None = None) -> bool:
         """Wait for the end of the work, good or bad, or for the loop's time `until`: then False."""
         # As `asyncio.wait` of one task, which costs half a task more. No `shield`: it reports what nobody waits for.
+        # One that has ended is waited for as well: until its callbacks have run, it is still what others would join.
         task = self._task
-        if task.done():
-            return True
         loop = asyncio.get_running_loop()
         news: asyncio.Future[None] = loop.create_future()
 

@@ -25,7 +25,7 @@ import uvloop
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
-from app.sessions.affinity import ANYWHERE, Affinity, _Resolution
+from app.sessions.affinity import ANYWHERE, Affinity
 from app.sessions.identity import KeyHasher
 from backends import open_store
 from backends.base import (
@@ -43,6 +43,7 @@ from backends.base import (
 WORKERS = tuple(f"http://127.0.0.1:{port}" for port in range(9001, 9005))
 """Never called."""
 WORKER = worker_name(WORKERS[0])
+REPLICA = "router-0-12345-abcd"
 SESSION_TTL = 1800.0
 MAX_STALE = 3600.0
 """So long that no entry of a slow run has to be read again."""
@@ -64,9 +65,9 @@ def new_affinity(store: ClaimStore, capacity: int) -> Affinity:
     return Affinity(
         store,
         fleet,
-        least_loaded(),
+        least_loaded,
         Metrics(),
-        replica="router-0-12345-abcd",
+        replica=REPLICA,
         ttl=SESSION_TTL,
         max_stale=MAX_STALE,
         capacity=capacity,
@@ -126,7 +127,6 @@ class EchoStore:
 async def idle(sessions: int, capacity: int, foreign: bool) -> None:
     store = EchoStore(foreign)
     affinity = new_affinity(store, capacity)
-    resolution = _Resolution()
     affinity.start()
     await asyncio.sleep(0)
     for number in range(1000):  # what is allocated once is not an entry's
@@ -134,14 +134,14 @@ async def idle(sessions: int, capacity: int, foreign: bool) -> None:
         await binding.bind(ANYWHERE)
         binding.release()
     _report_memory(affinity, 0)
-    target = affinity._policy(affinity._candidates())
-    value = ClaimValue(worker=target.worker.name, replica=affinity._replica)
+    target, _ = await affinity.choose(ANYWHERE)
+    value = ClaimValue(worker=target.worker.name, replica=REPLICA)
     for number in range(sessions):
         key = session_key("idle", number)
         # What `bind` does in the end. All of it, for a million sessions, would take minutes.
         proposal = msgspec.structs.replace(value, nonce=secrets.token_hex(12))
         outcome = await store.create_or_get(key, proposal, SESSION_TTL)
-        affinity._hold(key, outcome.claim, target, 1, 0, resolution)
+        affinity._entries.note(outcome.claim, target, affinity._entries.snapshot(key))
         if (number + 1) % (sessions // REPORTS) == 0:
             _report_memory(affinity, number + 1)
     await affinity.aclose()

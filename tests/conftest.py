@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-_skipped: list[str] = []
+_skipped: dict[str, None] = {}
+"""In order. The processes of a parallel run tell the one that reports, each what it has skipped."""
 
 
 @pytest.fixture
@@ -22,12 +23,12 @@ def quick_path() -> Iterator[Path]:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and not hasattr(report, "wasxfail"):
-        _skipped.append(report.nodeid)
+        _skipped[report.nodeid] = None
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.skipped:
-        _skipped.append(report.nodeid)
+        _skipped[report.nodeid] = None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ssl
 import time
@@ -53,10 +54,6 @@ class Worker:
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
 
-    @property
-    def reserved(self) -> int:
-        return sum(target.reserved for target in self.targets)
-
     def unreachable(self) -> None:
         """A connection could not be made."""
         now = self._clock()
@@ -78,13 +75,15 @@ class Target:
     `in_flight` counts attempts that hold a slot, `reserved` claims being made for it.
     """
 
-    __slots__ = ("headers", "in_flight", "rank", "reserved", "worker")
+    __slots__ = ("headers", "in_flight", "placed", "rank", "reserved", "worker")
 
     def __init__(self, worker: Worker, rank: int | None) -> None:
         self.worker = worker
         self.rank = rank
         self.in_flight = 0
         self.reserved = 0
+        self.placed = 0
+        """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
         """Says to the client where its turn went."""
         if rank is not None:
@@ -93,6 +92,15 @@ class Target:
     @property
     def load(self) -> int:
         return self.in_flight + self.reserved
+
+    @contextlib.contextmanager
+    def reserve(self) -> Iterator[None]:
+        """While a claim is made for it, which is load to come."""
+        self.reserved += 1
+        try:
+            yield
+        finally:
+            self.reserved -= 1
 
 
 class Fleet:
@@ -109,6 +117,7 @@ class Fleet:
                     "give one another name (--worker URL,name=...)"
                 )
             self._workers[worker.name] = worker
+        self._placements = 0
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -135,6 +144,11 @@ class Fleet:
         workers = [w for w in self._workers.values() if w.known and w.name not in excluded]
         good = [w for w in workers if w.available]
         return [target for worker in good or workers for target in worker.targets]
+
+    def note_placed(self, target: Target) -> None:
+        """It is given something that could have gone elsewhere; equals take turns by that."""
+        self._placements += 1
+        target.placed = self._placements
 
     def close(self) -> None:
         for worker in self._workers.values():

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 Write = Callable[[bytes], None]
 
 
@@ -41,7 +42,7 @@ class Wake:
             self._failure = failure
             self.set()
 
-    def __await__(self) -> Generator[Any, None, None]:
+    def __await__(self) -> Generator[Wake, None, None]:
         if not self._is_set:
             yield self
         if self._failure is not None:
@@ -50,15 +51,16 @@ class Wake:
 
 class Driven:
     """A coroutine run step by step. `returned` gets what it returns, or None when it was cancelled, `failed` what it
-    raises. It may await wakes, futures and tasks; it is no task itself, so what asks for the current one (as
-    `asyncio.timeout` does) belongs into a task that it awaits."""
+    raises. It may await wakes, and nothing else: no future (`settled` does that) and nothing that asks for the current
+    task, as `asyncio.timeout` does. That belongs into a task of its own."""
 
-    __slots__ = ("_coroutine", "_failed", "_returned", "_waits_for")
+    __slots__ = ("_coroutine", "_failed", "_returned", "_wake")
 
     def __init__(self, returned: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
         self._returned, self._failed = returned, failed
-        self._coroutine: Coroutine[Any, Any, Any] | None = None
-        self._waits_for: Any = None
+        self._coroutine: Coroutine[Wake, None, Any] | None = None
+        self._wake: Wake | None = None
+        """What it waits for, or has waited for last."""
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run it up to where it waits for the first time."""
@@ -67,34 +69,26 @@ class Driven:
 
     def cancel(self) -> None:
         """Raise CancelledError where it waits. Nothing when it has ended."""
-        if self._coroutine is not None:
-            self._forget()
-            self._step(asyncio.CancelledError())
+        self._forget()
+        self._step(asyncio.CancelledError())
 
     def close(self) -> None:
         """Stop it where it waits, with only its `finally` run. Idempotent."""
+        self._forget()
         coroutine, self._coroutine = self._coroutine, None
         if coroutine is not None:
-            self._forget()
             coroutine.close()
 
     def _forget(self) -> None:
-        waits_for, self._waits_for = self._waits_for, None
-        if type(waits_for) is Wake:
-            waits_for._waiter = None
-        elif waits_for is not None:
-            waits_for.remove_done_callback(self._resume)
-
-    def _resume(self, _: Any) -> None:
-        self._waits_for = None
-        self._step()
+        if self._wake is not None:
+            self._wake._waiter = None
 
     def _step(self, error: BaseException | None = None) -> None:
         coroutine = self._coroutine
         if coroutine is None:
             return
         try:
-            waits_for = coroutine.send(None) if error is None else coroutine.throw(error)
+            wake = coroutine.send(None) if error is None else coroutine.throw(error)
         except StopIteration as stop:
             self._coroutine = None
             self._returned(stop.value)
@@ -105,14 +99,19 @@ class Driven:
             self._coroutine = None
             self._failed(fault)
         else:
-            self._waits_for = waits_for
-            if type(waits_for) is Wake:
-                waits_for._waiter = self
-            elif waits_for is None:  # a bare yield, as of asyncio.sleep(0)
-                asyncio.get_running_loop().call_soon(self._resume, None)
-            else:
-                waits_for._asyncio_future_blocking = False  # as a Task does with a future it is given
-                waits_for.add_done_callback(self._resume)
+            if type(wake) is not Wake:
+                self._step(TypeError(f"{wake!r} cannot be awaited in place; settled() can"))
+                return
+            self._wake = wake
+            wake._waiter = self
+
+
+async def settled(future: asyncio.Future[T]) -> T:
+    """Await a future, or a task, in place; it is left alone when the one who waits is cancelled."""
+    done = Wake()
+    future.add_done_callback(lambda _: done.set())
+    await done
+    return future.result()
 
 
 def direct_write(transport: asyncio.Transport) -> Write:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from app.errors import TurnError, error_body
 from app.http import sse
-from app.http.client import Exchange
+from app.http.exchange import Exchange
 from app.http.headers import Header, header
 from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, WorkerConnection
@@ -53,7 +53,8 @@ class Answer:
         """Begin to pass the worker's body on. Answers whether all of it has gone by already; else await `ended`."""
         self._connection, self._binding = connection, binding
         connection.relay(self)
-        self._exchange.flush()
+        if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
+            self._exchange.flush()
         return self._written_end and not self.stalled
 
     async def ended(self) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.workers import Target
-from app.http.client import Exchange
+from app.http.exchange import Exchange
 from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, response_headers, sort_request
 from app.http.inplace import Wake
 from app.http.worker import Expected, WorkerConnection

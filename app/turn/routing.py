@@ -6,9 +6,9 @@ from __future__ import annotations
 import msgspec
 
 from app.errors import TurnError
-from app.fleet.policies import WORKER_HINT, Policy, hint_required, least_loaded
+from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least_loaded
 from app.fleet.workers import Fleet, Target
-from app.http.client import Exchange
+from app.http.exchange import Exchange
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding, Placement
 from app.sessions.identity import KeyHasher, read_hints
@@ -112,7 +112,7 @@ class Routing:
         refusal = None
         if hint is not None:
             refusal = _needs_worker()
-        elif not getattr(self._policy, "places", True):
+        elif self._policy is direct:
             refusal = hint_required()
         parent = request.identity.parent
         key = None if parent is None else self._hasher.key(request.tenant, *parent)
@@ -123,7 +123,7 @@ class Routing:
         if hint is not None and not lost:
             if not hint.targets:
                 raise _needs_worker()
-            return Decision(least_loaded()(hint.targets), "none", "hint")
+            return Decision(least_loaded(hint.targets), "none", "hint")
         candidates = self._fleet.candidates(lost)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
@@ -139,7 +139,7 @@ class Routing:
             # Soft affinity: this one turn may go to a target that is not overloaded, if there is one. The claim stays.
             free = [t for t in self._fleet.candidates() if t is not bound and t.in_flight < limit]
             if free:
-                return Decision(least_loaded()(free), "bypassed", "overload", overrides)
+                return Decision(least_loaded(free), "bypassed", "overload", overrides)
         return Decision(bound, how, because, overrides)
 
     async def explain(self, request: Request, hint: Hint | None) -> tuple[Decision, str | None, int | None]:

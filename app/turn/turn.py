@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
-from app.http.client import Exchange
+from app.fleet.workers import Fleet
+from app.http.exchange import Exchange
 from app.http.headers import Header, response_headers, without_origin
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
@@ -47,6 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
 class Shared(msgspec.Struct, frozen=True):
     """What all turns of a router share."""
 
+    fleet: Fleet
     reading: Reading
     routing: Routing
     metrics: Metrics
@@ -282,6 +284,8 @@ class Turn:
         metrics.affinity.cells[decision.how,] += 1
         if decision.overrides:
             metrics.hints_overridden.inc()
+        if decision.how in ("none", "bypassed"):  # the affinity notes where it places sessions
+            self._shared.fleet.note_placed(decision.target)
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
         """Find another target after every worker in `lost` could not be reached."""

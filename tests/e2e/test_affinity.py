@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +339,7 @@ async def test_a_worker_that_is_slow_keeps_its_sessions(processes: Processes, tm
     frozen.process.freeze()
     waiting = [asyncio.create_task(turn(replica.url, session=session)) for replica in replicas for _ in range(3)]
     for replica in replicas:
-        await wait_until(lambda replica=replica: _holds(replica, frozen, 3), 5)
+        await wait_until(partial(_holds, replica, frozen, 3), 5)
     done, _ = await asyncio.wait(waiting, timeout=0.5)
     assert not done
     frozen.process.thaw()

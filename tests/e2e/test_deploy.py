@@ -11,7 +11,6 @@ import fnmatch
 import itertools
 import json
 import os
-import random
 import re
 import selectors
 import shutil
@@ -47,6 +46,7 @@ from tests.support.processes import (
     total,
     turns,
 )
+from tests.support.tcp import free_ports
 from tests.support.wire import Answer, Cut, Wire, ask, turn
 
 REPO = Path(__file__).parents[2]
@@ -221,7 +221,7 @@ class Stack:
 
     def _port(self, name: str, port: int) -> int:
         if (name, port) not in self._ports:
-            self._ports[name, port] = _free_port()
+            (self._ports[name, port],) = free_ports(1)
         return self._ports[name, port]
 
 
@@ -272,15 +272,6 @@ def _pump(client: socket.socket, upstream: socket.socket) -> None:
                 if not data:
                     return
                 key.data.sendall(data)
-
-
-def _free_port() -> int:
-    """Below the range from which the kernel takes ports for connections: this one stays free until it is bound."""
-    while True:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as holder, contextlib.suppress(OSError):
-            holder.bind(("127.0.0.1", port))
-            return port
 
 
 def _seconds(text: str) -> float:
@@ -465,7 +456,8 @@ def test_the_image_is_built_from_what_the_package_needs_and_runs_as_nobody() -> 
     lines = re.sub(r"\\\n\s*", " ", DOCKERFILE).splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     sources = {source for word, rest in steps if word == "COPY" for source in rest.split()[:-1]}
-    needed = {*project["tool"]["setuptools"]["packages"], "pyproject.toml", "constraints.txt"}
+    packages = project["tool"]["setuptools"]["packages"]["find"]["include"]
+    needed = {*(name.removesuffix("*") for name in packages), "pyproject.toml", "constraints.txt"}
     assert sources == needed | {project["project"]["readme"], *project["project"]["license-files"]}
     ignore = (REPO / ".dockerignore").read_text().splitlines()
     assert "*" in ignore

@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,13 +32,13 @@ async def counted(replica: Replica) -> dict[str, float]:
 async def settled(standing: Standing, limit: float = 5) -> None:
     """Every counter of every replica is at 0, and the workers run nothing."""
     for replica in standing.replicas:
-        await wait_until(lambda replica=replica: _is_empty(counted(replica)), limit)
+        await wait_until(partial(_is_empty, replica), limit)
     for worker in standing.workers:
-        await wait_until(lambda worker=worker: _is_idle(worker), limit)
+        await wait_until(partial(_is_idle, worker), limit)
 
 
-async def _is_empty(counts: Any) -> bool:
-    return not await counts
+async def _is_empty(replica: Replica) -> bool:
+    return not await counted(replica)
 
 
 async def _is_idle(worker: Worker) -> bool:
@@ -64,10 +65,10 @@ async def test_the_worker_stops_within_a_second_of_the_client_s_leaving(
                 assert (await wire.head()).status == 200
             if moment == "in the stream":
                 await wire.until(b'"content":" ')
-            await wait_until(lambda worker=worker: _runs(worker, session), 5)
+            await wait_until(partial(_runs, worker, session), 5)
             assert (await counted(replica)).keys() >= {"coatcheck_in_flight", "coatcheck_session_turns_active"}
             wire.leave() if way == "leaves" else wire.reset()
-            await wait_until(lambda worker=worker: _stopped(worker, session), 1)
+            await wait_until(partial(_stopped, worker, session), 1)
         assert (await outcomes(worker, session))[before:] == ["aborted"]
         await settled(standing)
 
@@ -178,6 +179,7 @@ async def test_three_hundred_clients_that_leave_at_random_leave_nothing_behind(s
     # A final that has reached its worker has closed, whatever became of its client. One whose client was gone
     # before the router had read it may never have been seen; then the session goes on where it was.
     for number, plan in enumerate(plan for plan in plans if plan.session is not None):
+        assert plan.session is not None
         answer = await turn(standing.urls[number % 2], session=plan.session, tokens=1)
         assert answer.status == 200
         reached = len(records.get(plan.session, ())) == 1 + plan.known

@@ -8,18 +8,20 @@ from collections.abc import AsyncIterator, Iterator
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.conftest import MAX_BODY_BYTES, Standing, new_session
 from tests.support.processes import Processes, Replica, Worker, order_fault, turns
 from tests.support.wire import Wire, ask, chat_request, turn
 
 MODEL = "mock-model"
-SAY_HELLO = [{"role": "user", "content": "Say hello."}]
+SAY_HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
 
 
 @pytest.fixture(params=[0, 1], ids=["first", "second"])
 def replica(request: pytest.FixtureRequest, standing: Standing) -> Replica:
-    return standing.replicas[request.param]
+    number: int = request.param
+    return standing.replicas[number]
 
 
 @pytest.fixture
@@ -57,14 +59,15 @@ async def served(standing: Standing, session: str) -> list[str]:
 
 async def test_a_chat_is_answered(aclient: AsyncOpenAI) -> None:
     answer = await aclient.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=7)
-    assert len(answer.choices[0].message.content.split()) == 7
+    assert len((answer.choices[0].message.content or "").split()) == 7
     assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
     assert answer.usage.completion_tokens == 7
 
 
 def test_a_chat_is_answered_to_the_synchronous_client(client: OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=7)
-    assert len(answer.choices[0].message.content.split()) == 7
+    assert len((answer.choices[0].message.content or "").split()) == 7
 
 
 async def test_a_streamed_chat_says_the_same_as_a_whole_one(aclient: AsyncOpenAI) -> None:
@@ -90,6 +93,7 @@ async def test_a_stream_tells_its_usage_when_it_is_asked_to(aclient: AsyncOpenAI
     )
     *chunks, last = [chunk async for chunk in stream]
     assert not last.choices
+    assert last.usage is not None
     assert last.usage.completion_tokens == 5
     assert last.usage.total_tokens == last.usage.prompt_tokens + 5
     assert all(chunk.usage is None for chunk in chunks)

@@ -4,15 +4,16 @@ answer is broken. The workers are scripted byte by byte, so that order is proven
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import random
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -20,15 +21,13 @@ import pytest
 from openai import AsyncOpenAI
 
 from tests.e2e.conftest import new_session
+from tests.support.http_model import Request
 from tests.support.processes import Processes, Replica, metrics, total, wait_until
-from tests.support.scripted_worker import Exchange, ScriptedWorker
+from tests.support.raw import DONE, END, OK, STREAM, Peer, Worker, answers, chunk, still, to_each
+from tests.support.tcp import TcpProxy
 from tests.support.wire import Wire, ask, turn
 
 MIB = 1024 * 1024
-STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-END = b"0\r\n\r\n"
-DONE = b"data: [DONE]\n\n"
-OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
 
 @dataclass(frozen=True)
@@ -80,24 +79,21 @@ def url(setup: Setup) -> str:
     return setup.usual.url
 
 
-Play = Callable[[Callable[[Exchange], Awaitable[None]]], Awaitable[ScriptedWorker]]
+PerRequest = Callable[[Peer, Request], Awaitable[None]]
+Play = Callable[[PerRequest], Awaitable[Worker]]
 
 
 @pytest.fixture
 async def play(setup: Setup) -> AsyncIterator[Play]:
-    """`await play(script)` makes the `http` worker act by `script` until the test ends."""
-    worker: ScriptedWorker | None = None
+    """`await play(script)` makes the `http` worker act by `script`, once for each request, until the test ends."""
+    async with contextlib.AsyncExitStack() as stack:
 
-    async def start(script: Callable[[Exchange], Awaitable[None]]) -> ScriptedWorker:
-        nonlocal worker
-        worker = ScriptedWorker(setup.http, script)
-        return await worker.__aenter__()
+        async def start(script: PerRequest) -> Worker:
+            return await stack.enter_async_context(Worker(to_each(script), listener=setup.http))
 
-    yield start
-    if worker is not None:
-        await worker.__aexit__(None, None, None)
+        yield start
     for replica in (setup.usual, setup.hasty):
-        await wait_until(lambda replica=replica: _at_rest(replica), 5)
+        await wait_until(partial(_at_rest, replica), 5)
 
 
 async def _at_rest(replica: Replica) -> bool:
@@ -109,15 +105,11 @@ async def _at_rest(replica: Replica) -> bool:
 HTTP_HINT = [("x-dynamo-worker-instance-id", "http")]
 
 
-def saying(*pieces: bytes) -> Callable[[Exchange], Awaitable[None]]:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(*pieces)
+def saying(*pieces: bytes) -> PerRequest:
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(*pieces, pause=0)
 
     return script
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 def event(number: int) -> bytes:
@@ -144,14 +136,14 @@ async def test_each_token_is_there_before_the_next_is_made(url: str, play: Play,
     """The worker makes a token only when the client has confirmed the one before: any holding back is a deadlock."""
     confirmed = asyncio.Semaphore(0)
 
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM)
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(STREAM)
         for number in range(50):
             await confirmed.acquire()
-            await exchange.chunk(event(number))
+            await peer.chunk(event(number))
         await confirmed.acquire()
-        await exchange.chunk(DONE)
-        await exchange.send(END)
+        await peer.chunk(DONE)
+        await peer.send(END)
 
     await play(script)
     async with asyncio.timeout(20), await Wire.to(url) as wire:
@@ -172,12 +164,12 @@ async def test_each_token_is_there_before_the_next_is_made(url: str, play: Play,
 async def test_half_an_event_is_not_kept_for_its_other_half(url: str, play: Play) -> None:
     confirmed = asyncio.Semaphore(0)
 
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM)
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(STREAM)
         for byte in event(1):
-            await exchange.chunk(bytes([byte]))
+            await peer.chunk(bytes([byte]))
             await confirmed.acquire()
-        await exchange.send(END)
+        await peer.send(END)
 
     await play(script)
     async with asyncio.timeout(20), await Wire.to(url) as wire:
@@ -211,17 +203,17 @@ async def test_bodies_arrive_as_they_were_sent(url: str, play: Play, body: bytes
     step = 65_521 if len(body) > 10_000 else 1
     pieces = [body[at : at + step] for at in range(0, len(body), step)]
 
-    async def script(exchange: Exchange) -> None:
+    async def script(peer: Peer, _: Request) -> None:
         kind = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
         if framing == "chunked":
-            await exchange.send(kind + b"transfer-encoding: chunked\r\n\r\n")
-            await exchange.chunk(*pieces)
-            await exchange.send(END)
+            await peer.send(kind + b"transfer-encoding: chunked\r\n\r\n")
+            await peer.chunk(*pieces)
+            await peer.send(END)
         elif framing == "length":
-            await exchange.send(kind + b"content-length: %d\r\n\r\n" % len(body), *pieces)
+            await peer.send(kind + b"content-length: %d\r\n\r\n" % len(body), *pieces, pause=0)
         else:
-            await exchange.send(kind + b"\r\n", *pieces)
-            exchange.close()
+            await peer.send(kind + b"\r\n", *pieces, pause=0)
+            peer.close()
 
     await play(script)
     answer = await turn(url, stream=True, session=new_session(), final=final, headers=HTTP_HINT)
@@ -241,8 +233,8 @@ async def test_request_bodies_arrive_as_they_were_sent(url: str, play: Play) -> 
         wire.write(END)
         assert (await wire.answer()).status == 200
     assert [request.body for request in worker.requests] == [body, body]
-    assert [request.all("content-length") for request in worker.requests] == [[str(len(body))]] * 2
-    assert [request.all("transfer-encoding") for request in worker.requests] == [[], []]
+    assert [request.all(b"content-length") for request in worker.requests] == [[b"%d" % len(body)]] * 2
+    assert [request.all(b"transfer-encoding") for request in worker.requests] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +250,7 @@ async def test_request_bodies_arrive_as_they_were_sent(url: str, play: Play) -> 
 async def test_targets_arrive_as_they_were_sent(url: str, play: Play, target: str) -> None:
     worker = await play(saying(OK))
     assert (await ask(url, "GET", target, HTTP_HINT)).status == 200
-    assert [request.target for request in worker.requests] == [target.removesuffix("?")]
+    assert [request.target for request in worker.requests] == [target.removesuffix("?").encode()]
 
 
 async def test_request_headers_end_or_travel(url: str, play: Play) -> None:
@@ -278,13 +270,13 @@ async def test_request_headers_end_or_travel(url: str, play: Play) -> None:
     ]
     await ask(url, "POST", "/v1/chat/completions", [*sent, *HTTP_HINT], b"{}")
     [request] = worker.requests
-    assert request.all("x-twice") == ["one", "two, three"]
-    assert request.all("authorization") == ["Bearer secret"]
-    assert request.all("x-empty") == [""]
-    assert request.all("accept-encoding") == ["gzip"]
-    assert request.all("x-request-id") == ["mine"]
-    assert len(request.all("host")) == 1
-    for name in ("x-named", "keep-alive", "te", "proxy-authorization"):
+    assert request.all(b"x-twice") == [b"one", b"two, three"]
+    assert request.all(b"authorization") == [b"Bearer secret"]
+    assert request.all(b"x-empty") == [b""]
+    assert request.all(b"accept-encoding") == [b"gzip"]
+    assert request.all(b"x-request-id") == [b"mine"]
+    assert len(request.all(b"host")) == 1
+    for name in (b"x-named", b"keep-alive", b"te", b"proxy-authorization"):
         assert request.all(name) == []
 
 
@@ -323,7 +315,7 @@ async def test_a_client_that_waits_for_leave_to_send_gets_it(url: str, play: Pla
         assert (await wire.head()).status == 100
         wire.write(b"[]")
         assert (await wire.answer()).status == 200
-    assert [(request.body, request.all("expect")) for request in worker.requests] == [(b"[]", [])]
+    assert [(request.body, request.all(b"expect")) for request in worker.requests] == [(b"[]", [])]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +339,7 @@ async def test_answers_without_a_body_end_with_their_head(url: str, play: Play, 
             assert answer.body == b""
             if method == "HEAD" and b"1234" in head:
                 assert answer.get("content-length") == "1234"
-    assert {request.connection for request in worker.requests} == {0}
+    assert set(worker.carriers) == {0}
 
 
 # --- in bounded memory -----------------------------------------------------------------------------------------------
@@ -359,13 +351,13 @@ async def test_a_slow_client_slows_its_worker_and_costs_no_memory(setup: Setup, 
     block = random.Random(7).randbytes(step)
     produced = 0
 
-    async def script(exchange: Exchange) -> None:
+    async def script(peer: Peer, _: Request) -> None:
         nonlocal produced
-        await exchange.send(STREAM)
+        await peer.send(STREAM)
         while produced < amount:
-            await exchange.chunk(block)
+            await peer.chunk(block)
             produced += step
-        await exchange.send(END)
+        await peer.send(END)
 
     await play(script)
     process = setup.usual.process
@@ -381,7 +373,7 @@ async def test_a_slow_client_slows_its_worker_and_costs_no_memory(setup: Setup, 
             stop = received // (40 * MIB) != (received + len(piece)) // (40 * MIB) or not received
             received += len(piece)
             if stop and received < 110 * MIB:
-                await _stalled(lambda: produced)
+                await still(lambda: produced, quiet_for=0.15)
                 assert produced < amount, "the kernel's buffers have swallowed it all"
     assert received == amount
     assert digest.digest() == hashlib.sha256(block * (amount // step)).digest()
@@ -393,19 +385,6 @@ async def turn_away_from_cold_start(url: str) -> None:
     assert (await ask(url, target="/metrics")).status == 200
 
 
-async def _stalled(count: Callable[[], int], quiet_for: float = 0.15) -> None:
-    """Wait until `count` has stood still for a while."""
-    last, since = count(), time.monotonic()
-
-    def still() -> bool:
-        nonlocal last, since
-        if count() != last:
-            last, since = count(), time.monotonic()
-        return time.monotonic() - since > quiet_for
-
-    await wait_until(still, 20)
-
-
 # --- broken ----------------------------------------------------------------------------------------------------------
 
 
@@ -414,11 +393,11 @@ async def _stalled(count: Callable[[], int], quiet_for: float = 0.15) -> None:
 async def test_a_stream_that_breaks_says_so_and_does_not_end(url: str, play: Play, cut: bytes, end: str) -> None:
     seen = asyncio.Event()
 
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM)
-        await exchange.chunk(event(0) + cut)
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(STREAM)
+        await peer.chunk(event(0) + cut)
         await seen.wait()  # a reset may overtake data on their way
-        exchange.close() if end == "close" else exchange.reset()
+        peer.close() if end == "close" else peer.reset()
 
     await play(script)
     got = b""
@@ -437,10 +416,10 @@ async def test_a_stream_that_breaks_says_so_and_does_not_end(url: str, play: Pla
 
 
 async def test_the_official_client_raises_for_a_stream_that_breaks(url: str, play: Play) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM)
-        await exchange.chunk(event(0), event(1))
-        exchange.close()
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(STREAM)
+        await peer.chunk(event(0), event(1))
+        peer.close()
 
     await play(script)
     async with client(url) as official:
@@ -461,9 +440,9 @@ async def test_the_official_client_raises_for_a_stream_that_breaks(url: str, pla
     ids=["length", "chunked", "stream with a length"],
 )
 async def test_a_whole_answer_that_breaks_is_cut_and_nothing_is_added(url: str, play: Play, head: bytes) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(head, b'{"object": ')
-        exchange.close()
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(head, b'{"object": ')
+        peer.close()
 
     await play(script)
     async with await Wire.to(url) as wire:
@@ -477,22 +456,22 @@ async def test_a_whole_answer_that_breaks_is_cut_and_nothing_is_added(url: str, 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
 async def test_an_idle_connection_that_closes_as_it_is_reused_costs_nothing(url: str, play: Play, end: str) -> None:
-    async def script(exchange: Exchange) -> None:
-        if exchange.request.connection == 0 and len(worker.requests) == 2:
-            exchange.close() if end == "close" else exchange.reset()
+    async def script(peer: Peer, _: Request) -> None:
+        if peer.number == 0 and len(worker.requests) == 2:
+            peer.close() if end == "close" else peer.reset()
         else:
-            await exchange.send(OK)
+            await peer.send(OK)
 
     worker = await play(script)
     for _ in range(3):
         assert (await turn(url, headers=HTTP_HINT)).status == 200
-    assert [request.connection for request in worker.requests] == [0, 0, 1, 1]
+    assert worker.carriers == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
 async def test_a_turn_that_a_worker_may_have_begun_is_not_tried_again(url: str, play: Play, end: str) -> None:
-    async def script(exchange: Exchange) -> None:
-        exchange.close() if end == "close" else exchange.reset()
+    async def script(peer: Peer, _: Request) -> None:
+        peer.close() if end == "close" else peer.reset()
 
     worker = await play(script)
     answer = await turn(url, headers=HTTP_HINT)
@@ -501,17 +480,17 @@ async def test_a_turn_that_a_worker_may_have_begun_is_not_tried_again(url: str, 
 
 
 async def test_a_reused_connection_that_breaks_within_the_head_is_not_tried_again(url: str, play: Play) -> None:
-    async def script(exchange: Exchange) -> None:
+    async def script(peer: Peer, _: Request) -> None:
         if len(worker.requests) == 1:
-            await exchange.send(OK)
+            await peer.send(OK)
         else:
-            await exchange.send(b"HTTP/1.1 200 O")
-            exchange.close()
+            await peer.send(b"HTTP/1.1 200 O")
+            peer.close()
 
     worker = await play(script)
     assert (await turn(url, headers=HTTP_HINT)).status == 200
     assert (await turn(url, headers=HTTP_HINT)).status == 502
-    assert [request.connection for request in worker.requests] == [0, 0]
+    assert worker.carriers == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -538,13 +517,13 @@ async def test_garbage_within_a_stream_breaks_it(url: str, play: Play) -> None:
 
 
 async def test_bytes_after_an_answer_are_not_taken_for_the_next_one(url: str, play: Play) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(OK + OK.replace(b"{}", b"[]"))
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(OK + OK.replace(b"{}", b"[]"))
 
     worker = await play(script)
     for _ in range(3):
         assert (await turn(url, headers=HTTP_HINT)).body == b"{}"
-    assert [request.connection for request in worker.requests] == [0, 1, 2]
+    assert worker.carriers == [0, 1, 2]
 
 
 # --- silent ----------------------------------------------------------------------------------------------------------
@@ -553,8 +532,8 @@ async def test_bytes_after_an_answer_are_not_taken_for_the_next_one(url: str, pl
 async def test_a_worker_that_does_not_begin_is_given_up(setup: Setup, play: Play) -> None:
     gone = asyncio.Event()
 
-    async def script(exchange: Exchange) -> None:
-        await exchange.left()
+    async def script(peer: Peer, _: Request) -> None:
+        assert await peer.rest() == b""  # never more than one request at once
         gone.set()
 
     worker = await play(script)
@@ -570,10 +549,10 @@ async def test_a_worker_that_does_not_begin_is_given_up(setup: Setup, play: Play
 async def test_a_worker_that_falls_silent_in_its_stream_is_given_up(setup: Setup, play: Play) -> None:
     gone = asyncio.Event()
 
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM)
-        await exchange.chunk(event(0))
-        await exchange.left()
+    async def script(peer: Peer, _: Request) -> None:
+        await peer.send(STREAM)
+        await peer.chunk(event(0))
+        assert await peer.rest() == b""  # never more than one request at once
         gone.set()
 
     await play(script)
@@ -588,19 +567,19 @@ async def test_a_client_s_slowness_is_not_taken_for_the_worker_s(setup: Setup, p
     """The worker is not being read while the client takes nothing; it cannot be silent then."""
     amount, produced = 100, 0
 
-    async def script(exchange: Exchange) -> None:
+    async def script(peer: Peer, _: Request) -> None:
         nonlocal produced
-        await exchange.send(STREAM)
+        await peer.send(STREAM)
         for produced in range(amount):  # noqa: B007
-            await exchange.chunk(bytes(MIB))
-        await exchange.chunk(DONE)
-        await exchange.send(END)
+            await peer.chunk(bytes(MIB))
+        await peer.chunk(DONE)
+        await peer.send(END)
 
     await play(script)
     async with asyncio.timeout(30), await Wire.to(setup.hasty.url) as wire:
         wire.chat(stream=True)
         await wire.head()
-        await _stalled(lambda: produced, quiet_for=3 * PATIENCE)
+        await still(lambda: produced, quiet_for=3 * PATIENCE)
         assert produced < amount - 1, "the kernel's buffers have swallowed it all"
         body = await wire.body()
     assert len(body) == amount * MIB + len(DONE)
@@ -609,22 +588,26 @@ async def test_a_client_s_slowness_is_not_taken_for_the_worker_s(setup: Setup, p
 # --- TLS -------------------------------------------------------------------------------------------------------------
 
 
-async def test_an_https_worker_whose_certificate_is_known(setup: Setup) -> None:
-    async def script(exchange: Exchange) -> None:
-        await exchange.send(STREAM)
-        await exchange.chunk(event(0), DONE)
-        await exchange.send(END)
+@contextlib.asynccontextmanager
+async def secure(setup: Setup, *pieces: bytes) -> AsyncIterator[Worker]:
+    async with (
+        Worker(answers(*pieces)) as worker,
+        TcpProxy("127.0.0.1", worker.port, listener=setup.https, tls=setup.tls),
+    ):
+        yield worker
 
-    async with ScriptedWorker(setup.https, script, tls=setup.tls) as worker:
+
+async def test_an_https_worker_whose_certificate_is_known(setup: Setup) -> None:
+    async with secure(setup, STREAM, chunk(event(0)), chunk(DONE), END) as worker:
         for _ in range(2):
             answer = await turn(setup.usual.url, stream=True, headers=[("x-dynamo-worker-instance-id", "https")])
             assert (answer.worker, answer.body) == ("https", event(0) + DONE)
-        assert [request.connection for request in worker.requests] == [0, 0]
+        assert worker.carriers == [0, 0]
 
 
 async def test_an_https_worker_whose_certificate_is_not_known_gets_nothing(setup: Setup) -> None:
-    async with ScriptedWorker(setup.https, saying(OK), tls=setup.tls) as worker:
+    async with secure(setup, OK) as worker:
         answer = await turn(setup.wary.url)
         assert (answer.status, answer.json["error"]["code"]) == (503, "worker_unreachable")
         assert "certificate" in answer.json["error"]["message"]
-    assert worker.requests == []
+    assert worker.nothing_came()

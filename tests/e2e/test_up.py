@@ -17,6 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.tcp import free_ports
+
 ROOT = Path(__file__).parents[2]
 QUESTION = {"model": "mock-model", "messages": [{"role": "user", "content": "Where is my coat?"}]}
 SMALL = ("--replicas", "1", "--workers", "1")
@@ -71,8 +73,7 @@ def up(state: Path, *arguments: str) -> Iterator[Up]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     """One for the tests that leave it running."""
-    first, worker = free_port(), free_port()
-    with up(tmp_path_factory.mktemp("up"), "--port", str(first), "--worker-port", str(worker), "--ttft-ms", "1") as it:
+    with up(tmp_path_factory.mktemp("up"), *own_ports(), "--ttft-ms", "1") as it:
         assert len(it.children) == 4
         yield it
         assert it.stop(signal.SIGTERM) < 5
@@ -80,10 +81,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         assert not any(map(alive, it.children))
 
 
-def free_port() -> int:
+def own_ports() -> list[str]:
     """The first of a few that are free now; `up` goes on to others if they no longer are."""
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        return int(holder.getsockname()[1])
+    port, worker_port = free_ports(2)
+    return ["--port", str(port), "--worker-port", str(worker_port)]
 
 
 def ask(url: str, session: str, **headers: str) -> httpx.Response:
@@ -181,7 +182,7 @@ def test_output_that_is_not_for_a_terminal_is_plain(shared: Up) -> None:
 
 
 def test_ctrl_c_stops_everything_within_5_s_even_while_turns_run(tmp_path: Path) -> None:
-    with up(tmp_path, *SMALL, "--port", str(free_port()), "--worker-port", str(free_port()), "--itl-ms", "5000") as it:
+    with up(tmp_path, *SMALL, *own_ports(), "--itl-ms", "5000") as it:
         assert len(it.children) == 2
         body = {**QUESTION, "stream": True}
         with (
@@ -209,7 +210,7 @@ def test_nothing_outlives_up_when_it_is_killed_and_taken_ports_are_replaced(tmp_
 
 
 def test_one_that_dies_stops_all_with_1(tmp_path: Path) -> None:
-    with up(tmp_path, *SMALL, "--port", str(free_port()), "--worker-port", str(free_port())) as it:
+    with up(tmp_path, *SMALL, *own_ports()) as it:
         os.kill(it.children[0], signal.SIGKILL)
         assert it.process.stdout is not None
         said = it.process.stdout.read()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from app.http.inplace import direct_write
-from tests.support.fakes import until
+from tests.support.raw import until
 
 BIG = os.urandom(1 << 20) * 8
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
 import resource
 import socket
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,15 @@ from app.turn.request import Reading
 from app.turn.turn import Limits
 from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
-from tests.proxy.harness import END, JSON, OK, SESSION, STREAM, bench
-from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, until
+from tests.support.bench import JSON, SESSION, bench
+from tests.support.client import Call
+from tests.support.fakes import ScriptedStore
+from tests.support.raw import OK, STREAM, Peer, Worker, answers, tells, until
 
 Header = tuple[bytes, bytes]
 
 
-def told(client: AsgiClient) -> tuple[int, str, str | None, bytes | None, bytes | None]:
+def told(client: Call) -> tuple[int, str, str | None, bytes | None, bytes | None]:
     """Status, code, param, x-should-retry and retry-after of an answer that must be OpenAI-shaped."""
     headers = client.headers
     assert client.complete
@@ -32,7 +33,7 @@ def told(client: AsgiClient) -> tuple[int, str, str | None, bytes | None, bytes 
     assert headers[b"content-length"] == b"%d" % len(client.body)
     assert headers[b"x-request-id"]
     assert headers[b"x-coatcheck-affinity"]
-    error = json.loads(client.body)
+    error = client.json
     assert error.keys() == {"error"}
     assert error["error"].keys() == {"message", "type", "param", "code"}
     assert error["error"]["message"]
@@ -102,7 +103,7 @@ BAD_REQUESTS: list[tuple[str, list[Header], bytes, tuple[int, str, str | None]]]
 )
 async def test_bad_request(headers: list[Header], body: bytes, answer: tuple[int, str, str | None]) -> None:
     reading = Reading(body_limit=1024 if b"[[[" not in body else 1 << 20)
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker, reading=reading) as b:
         client = await b.get(*headers, body=body)
         assert told(client) == (*answer, None, None)
@@ -125,11 +126,11 @@ async def test_body_too_large_is_refused_before_it_has_ended() -> None:
 @pytest.mark.parametrize("declared", [True, False])
 async def test_body_of_just_the_cap_is_taken(declared: bool) -> None:
     headers = [(b"content-length", b"1024")] if declared else []
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker, reading=Reading(body_limit=1024)) as b:
         client = await b.get(*headers, body=[b"x" * 512, b"y" * 512])
         assert client.status == 200
-        assert worker.requests[0][1] == b"x" * 512 + b"y" * 512
+        assert worker.requests[0].body == b"x" * 512 + b"y" * 512
 
 
 @pytest.mark.parametrize("kind", [b"multipart/form-data; boundary=x", b"text/plain", None])
@@ -173,8 +174,9 @@ def no_file_descriptor_left() -> Iterator[None]:
 
 async def test_overloaded_is_not_the_workers_fault() -> None:
     async with bench(answers(OK)) as b:
+        client = await b.request(SESSION).connect()
         with no_file_descriptor_left():
-            client = await b.get(SESSION)
+            await client.finish()
         assert told(client) == (503, "overloaded", None, b"true", b"1")
         assert b.worker().available
         assert (await b.get(SESSION)).headers[b"x-coatcheck-affinity"] == b"cached"
@@ -198,19 +200,10 @@ async def test_worker_unreachable(refused: str, session: list[Header]) -> None:
 
 async def test_worker_that_never_finishes_connecting() -> None:
     """A TLS handshake that is not answered, as the one wait of a connect that can be had at will."""
-
-    async def silent(peer: Peer) -> None:
-        await peer.gone()
-
-    async with ByteWorker(silent) as worker:
+    async with Worker(Peer.gone) as worker:
         url = f"https://127.0.0.1:{worker.port}"
         async with bench(url, connect_limit=0.05, tls=ssl.create_default_context()) as b:
             assert told(await b.get())[:2] == (503, "worker_unreachable")
-
-
-async def speaks(peer: Peer, response: bytes) -> None:
-    await peer.request()
-    await peer.send(response)
 
 
 BAD_ANSWERS: list[tuple[str, bytes, tuple[int, str, bytes | None]]] = [
@@ -245,10 +238,7 @@ BAD_ANSWERS: list[tuple[str, bytes, tuple[int, str, bytes | None]]] = [
 
 @pytest.mark.parametrize(("response", "answer"), [case[1:] for case in BAD_ANSWERS], ids=[c[0] for c in BAD_ANSWERS])
 async def test_bad_answer(response: bytes, answer: tuple[int, str, bytes | None]) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, response)
-
-    worker = ByteWorker(script)
+    worker = Worker(tells(response, stays=False))
     async with bench(worker) as b:
         client = await b.get(SESSION)
         status, code, param, should_retry, retry_after = told(client)
@@ -272,11 +262,7 @@ async def test_worker_reset_by_force() -> None:
 @pytest.mark.parametrize("limits", [Limits(first_byte=0.05), Limits(total=0.05)])
 @pytest.mark.parametrize("before", [b"", b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 2"])
 async def test_worker_timeout(limits: Limits, before: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, before)
-        await peer.gone()
-
-    async with bench(script, limits=limits) as b:
+    async with bench(tells(before), limits=limits) as b:
         assert told(await b.get(SESSION)) == (504, "worker_timeout", None, b"false", None)
         assert b.worker().available  # slow is not lost
 
@@ -295,27 +281,17 @@ async def test_internal_error(caplog: pytest.LogCaptureFixture) -> None:
 # -- after the head: inside the stream, or a cut
 
 
-@pytest.fixture
-async def cut_stream() -> AsyncIterator[ByteWorker]:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(STREAM + b"8\r\ndata: a\n\r\n")
-
-    async with ByteWorker(script) as worker:
-        yield worker
-
-
-def last_event(client: AsgiClient) -> dict[str, Any]:
-    *_, event, rest = client.body.split(b"\n\n")
-    assert rest == b""
+def last_event(client: Call) -> dict[str, Any]:
+    assert client.body.endswith(b"\n\n")
+    event = client.events[-1]
     assert event.startswith(b"data: ")
     error = json.loads(event[6:])
     assert error["error"].keys() == {"message", "type", "param", "code"}
     return error["error"]  # type: ignore[no-any-return]
 
 
-async def test_broken_stream_says_so_and_does_not_end(cut_stream: ByteWorker) -> None:
-    async with bench(cut_stream) as b:
+async def test_broken_stream_says_so_and_does_not_end() -> None:
+    async with bench(tells(STREAM + b"8\r\ndata: a\n\r\n", stays=False)) as b:
         client = await b.get(SESSION)
         assert client.status == 200
         assert not client.complete
@@ -326,11 +302,7 @@ async def test_broken_stream_says_so_and_does_not_end(cut_stream: ByteWorker) ->
 
 @pytest.mark.parametrize("limits", [Limits(idle=0.05), Limits(total=0.5)])
 async def test_stalled_stream(limits: Limits) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\n")
-        await peer.gone()
-
-    async with bench(script, limits=limits) as b:
+    async with bench(tells(STREAM + b"9\r\ndata: a\n\n\r\n"), limits=limits) as b:
         client = await b.get()
         assert last_event(client)["code"] == "worker_stalled"
         assert not client.complete
@@ -346,10 +318,7 @@ async def test_stalled_stream(limits: Limits) -> None:
     ],
 )
 async def test_what_is_no_plain_event_stream_is_only_cut(head: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + b"5\r\n")
-
-    async with bench(script) as b:
+    async with bench(tells(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n" + b"5\r\n", stays=False)) as b:
         client = await b.get()
         assert not client.complete
         assert client.body in (b"", b"5\r\n")
@@ -357,11 +326,7 @@ async def test_what_is_no_plain_event_stream_is_only_cut(head: bytes) -> None:
 
 
 async def test_garbage_inside_the_body_breaks_the_stream() -> None:
-    async def script(peer: Peer) -> None:
-        await speaks(peer, STREAM + b"9\r\ndata: a\n\n\r\nnot a chunk\r\n")
-        await peer.gone()
-
-    async with bench(script) as b:
+    async with bench(tells(STREAM + b"9\r\ndata: a\n\n\r\nnot a chunk\r\n")) as b:
         client = await b.get()
         assert last_event(client)["code"] == "worker_stream_broken"
         assert not client.complete
@@ -371,58 +336,10 @@ async def test_close_delimited_answer_that_is_reset_is_broken() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n", b"{}")
-        await until(lambda: client.sent)
+        await until(lambda: client.body)
         peer.reset()
 
     async with bench(script) as b:
         client = b.request().start()
         await client.finish()
         assert not client.complete
-
-
-# -- faults of the server around us
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 2])
-@pytest.mark.parametrize("suspended", [False, True])
-async def test_send_that_fails_ends_the_turn(fails_at: int, suspended: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(STREAM, b"9\r\ndata: a\n\n\r\n", END)
-        await peer.gone()
-
-    async with bench(script) as b:
-        client = b.request(SESSION)
-
-        async def failing(_: object) -> None:
-            if len(client.sent) == fails_at:
-                if suspended:
-                    await asyncio.sleep(0.001)
-                raise OSError("the server's own trouble")
-
-        client.on_send = failing
-        with pytest.raises(OSError, match="own trouble"):
-            await client.finish()
-        assert b.outcomes() == {"failed": 1}
-        await b.rest()
-    caplog.clear()
-
-
-async def test_receive_that_fails_counts_as_leaving(caplog: pytest.LogCaptureFixture) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.gone()
-
-    async with bench(script) as b:
-        client = b.request()
-        original = client.receive
-
-        async def receive() -> dict[str, Any]:
-            if client._messages:
-                return await original()
-            await asyncio.sleep(0.01)
-            raise OSError("no")
-
-        await asyncio.wait_for(b.proxy(client.scope, receive, client.send), 5)
-        assert b.outcomes() == {"aborted": 1}
-    caplog.clear()

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.fakes import until
-from tests.support.room import JSON, Room, Rooms, Sentences
+from tests.support.raw import until
+from tests.support.room import JSON, Room, Rooms, Sentences, Turn
 
 says = Sentences()
 AT = "x-dynamo-worker-instance-id"
@@ -42,13 +42,14 @@ async def _(rooms: Rooms) -> None:
                 await room.turn("s", at=at)
             ends: list[object] = []
 
-            async def look(message: dict[str, Any], ends: list[object] = ends) -> None:
-                if b"[DONE]" in message.get("body", b"") or message.get("more_body") is False:
-                    ends.append(await room.claim("s"))
-
             room.release()
             final = room.start("s", final=True, test=test)
-            final.on_send = look
+
+            async def look(_: bytes, final: Turn = final, ends: list[object] = ends) -> None:
+                if b"[DONE]" in final.body or final.complete:
+                    ends.append(await room.claim("s"))
+
+            final.on_data = look
             await final.finish()
             assert final.status == 200
             assert ends
@@ -171,7 +172,7 @@ async def _(rooms: Rooms) -> None:
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
         await room.turn("s")
-        gate = room.stores[0].before["close"] = asyncio.Event()
+        gate = room.stores[0].hold("close")
         final = room.start("s", final=True)
         await until(lambda: room.stores[0].calls["close"])
         successor = await room.claim_at("w1", "s")

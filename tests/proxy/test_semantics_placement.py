@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.fakes import until
+from tests.support.raw import until
 from tests.support.room import JSON, Room, Rooms, Sentences, Turn
 
 says = Sentences()

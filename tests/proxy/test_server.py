@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import uvicorn
 
-from app.http.client import ClientLimits, client_protocol
+from app.http.client import ClientLimits
 from app.turn.turn import Limits
-from tests.proxy.harness import DONE, END, FINAL, OK, SESSION, STREAM, Bench, bench, chunk
-from tests.support.fakes import ByteWorker, Peer, Script, answers, until
+from tests.support.bench import FINAL, SESSION, Bench, bench
+from tests.support.raw import DONE, END, OK, STREAM, Peer, Script, Worker, answers, chunk, echoes, still, until
 
 POST = b"POST /v1/x HTTP/1.1\r\nhost: r\r\n"
 
@@ -94,31 +94,12 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *scripts: Script | ByteWorker, grace: int = 5, client_limits: ClientLimits | None = None, **settings: Any
+    *scripts: Script | Worker, grace: int = 5, client_limits: ClientLimits | None = None, **settings: Any
 ) -> AsyncIterator[Router]:
-    async with bench(*scripts, **settings) as b:
-
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            if scope["path"].startswith("/v1/"):
-                await b.proxy(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"3")]})
-            await send({"type": "http.response.body", "body": b"own"})
-
+    async with bench(*scripts, client_limits=client_limits, **settings) as b:
         listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                http=client_protocol(lambda path: b.proxy if path.startswith("/v1/") else None, limits=client_limits),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                timeout_graceful_shutdown=grace,
-            )
-        )
+        b.config.timeout_graceful_shutdown = grace
+        server = uvicorn.Server(b.config)
         # Not serve(): that takes the process's signal handlers.
         running = asyncio.create_task(server._serve([listener]))
         await until(lambda: server.started)
@@ -184,7 +165,7 @@ async def test_connection_is_kept_for_further_requests() -> None:
 
 @pytest.mark.parametrize("pieces", [(OK,), (OK[:-2], b"{}")], ids=["whole", "body later"])
 async def test_client_that_wants_to_close_gets_its_answer_and_is_no_aborted_turn(pieces: tuple[bytes, ...]) -> None:
-    worker = ByteWorker(answers(*pieces))
+    worker = Worker(answers(*pieces))
     async with serving(worker) as r:
         for _ in range(5):
             client = await r.connect()
@@ -192,9 +173,9 @@ async def test_client_that_wants_to_close_gets_its_answer_and_is_no_aborted_turn
             raw = await client.rest()
             assert b"\r\nconnection: close\r\n" in raw
             assert raw.endswith(b"{}")
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"completed": 5}
-        assert worker.connections == 1  # the worker's connection was not cut with the client's
+        assert len(worker.peers) == 1  # the worker's connection was not cut with the client's
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -210,22 +191,18 @@ async def test_http_1_0_client_gets_a_body_ended_by_closing(stream: bool) -> Non
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async def script(peer: Peer) -> None:
-        while True:
-            _, body = await peer.request()
-            await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
-
-    async with serving(script) as r:
+    async with serving(echoes) as r:
         client = await r.connect()
         own = b"GET /own HTTP/1.1\r\nhost: r\r\n\r\n"
-        await client.ask(post(body=b'"1"') + own + post(body=b'"2"') + post(body=b'"3"'))
+        await client.ask(post(body=b'"1"') + post(body=b'"2"') + post(body=b'"3"') + own + post(body=b'"4"'))
         bodies = [(await client.answer())[1] for _ in range(4)]
-        assert bodies == [b'"1"', b"own", b'"2"', b'"3"']
+        assert bodies == [b'"1"', b'"2"', b'"3"', b"own"]
+        assert await client.closed()  # the control plane's answer is the last
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 7\r\n", b"transfer-encoding: chunked\r\n"])
 async def test_head_has_no_body_and_the_connection_goes_on(framing: bytes) -> None:
-    async with serving(ByteWorker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))) as r:
+    async with serving(Worker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))) as r:
         client = await r.connect()
         for _ in range(2):
             await client.ask(b"HEAD /v1/x HTTP/1.1\r\nhost: r\r\n\r\n")
@@ -254,18 +231,18 @@ async def test_any_status_is_passed_on(status: int) -> None:
 
 
 async def test_expect_100_continue() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with serving(worker) as r:
         client = await r.connect()
         await client.ask(POST + b"expect: 100-continue\r\ncontent-length: 2\r\n\r\n")
         assert (await client.head())[0] == b"HTTP/1.1 100 Continue"
         await client.ask(b"{}")
         assert (await client.answer())[1] == b"{}"
-        assert b"expect" not in worker.requests[0][0]
+        assert b"expect" not in worker.heads[0]
 
 
 async def test_chunked_request_is_sent_on_with_a_length() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with serving(worker) as r:
         client = await r.connect()
         await client.ask(POST + b"transfer-encoding: chunked\r\n\r\n")
@@ -274,8 +251,8 @@ async def test_chunked_request_is_sent_on_with_a_length() -> None:
             await asyncio.sleep(0.005)
         await client.ask(b"0\r\nx-trailer: 1\r\n\r\n")
         assert (await client.answer())[1] == b"{}"
-        head, body = worker.requests[0]
-        assert body == b'{"a":1}'
+        [head], [request] = worker.heads, worker.requests
+        assert request.body == b'{"a":1}'
         assert b"\r\ncontent-length: 7\r\n" in head
         assert b"chunked" not in head
 
@@ -287,7 +264,7 @@ OFFER = (b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settin
 @pytest.mark.parametrize("body", [b"", b'{"a":1}', b"x" * 300_000])
 async def test_offered_upgrade_is_declined_and_the_body_kept(body: bytes, split: bool) -> None:
     """Java's client offers h2c in every request."""
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with serving(worker) as r:
         client = await r.connect()
         for _ in range(2):
@@ -297,13 +274,13 @@ async def test_offered_upgrade_is_declined_and_the_body_kept(body: bytes, split:
                 await asyncio.sleep(0.01)
             await client.ask(sent)
             assert (await client.answer())[1] == b"{}"
-        assert [body for _, body in worker.requests] == [body] * 2
-        assert b"upgrade" not in worker.requests[0][0].lower()
-        assert worker.connections == 1
+        assert [request.body for request in worker.requests] == [body] * 2
+        assert b"upgrade" not in worker.heads[0].lower()
+        assert len(worker.peers) == 1
 
 
 async def test_offered_upgrade_of_chunked_and_of_pipelined_requests() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with serving(worker) as r:
         client = await r.connect()
         chunked = (
@@ -313,7 +290,96 @@ async def test_offered_upgrade_of_chunked_and_of_pipelined_requests() -> None:
         await client.ask(chunked + post(body=b"4") + bare + post(*OFFER, body=b"5") + chunked)
         for _ in range(5):
             assert (await client.answer())[1] == b"{}"
-        assert [body for _, body in worker.requests] == [b"123", b"4", b"", b"5", b"123"]
+        assert [request.body for request in worker.requests] == [b"123", b"4", b"", b"5", b"123"]
+
+
+# -- requests to the control plane, which uvicorn's own protocol answers
+
+OWN = b"POST /own HTTP/1.1\r\nhost: r\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+OWN_BODIES = {
+    "none": ([b"\r\n"], b""),
+    "of a length": ([b"content-length: 6\r\n\r\nab", b"cd", b"ef"], b"abcdef"),
+    "large": ([b"content-length: 300000\r\n\r\n", b"x" * 300_000], b"x" * 300_000),
+    "chunked": (
+        [b"transfer-encoding: chunked\r\n\r\n3\r\nab", b"c\r\n", chunk(b"def"), b"0\r\nx-t: 1\r\n\r\n"],
+        b"abcdef",
+    ),
+    "offering h2c": ([b"\r\n".join((*OFFER, b"content-length: 3", b"", b"ab")), b"c"], b"abc"),
+}
+
+
+@pytest.mark.parametrize(("pieces", "body"), OWN_BODIES.values(), ids=OWN_BODIES.keys())
+@pytest.mark.parametrize("before", [b"", post()], ids=["alone", "behind another"])
+async def test_control_plane_gets_whole_requests_and_answers_last(
+    pieces: list[bytes], body: bytes, before: bytes
+) -> None:
+    async with serving(answers(OK)) as r:
+        client = await r.connect()
+        await client.ask(before + OWN + pieces[0])
+        for piece in pieces[1:]:
+            await asyncio.sleep(0.01)
+            await client.ask(piece)
+        if before:
+            assert await client.answer() == (b"HTTP/1.1 200 OK", b"{}")
+        head, answer = (await client.rest()).split(b"\r\n\r\n", 1)
+        assert b"\r\nconnection: close" in head
+        assert answer == b"own" + body
+
+
+async def test_control_plane_gives_leave_to_send() -> None:
+    async with serving() as r:
+        for framing, body in ((b"content-length: 2", b"{}"), (b"transfer-encoding: chunked", chunk(b"{}") + END)):
+            client = await r.connect()
+            await client.ask(OWN + b"expect: 100-continue\r\n" + framing + b"\r\n\r\n")
+            assert await client.exactly(len(CONTINUE)) == CONTINUE
+            await client.ask(body)
+            assert (await client.rest()).endswith(b"\r\n\r\nown{}")
+
+
+async def test_control_plane_answers_head_and_http_1_0() -> None:
+    async with serving() as r:
+        for request, answer in ((OWN.replace(b"POST", b"HEAD"), b""), (OWN.replace(b"1.1", b"1.0"), b"own")):
+            client = await r.connect()
+            await client.ask(request + b"\r\n")
+            head, body = (await client.rest()).split(b"\r\n\r\n", 1)
+            assert b"content-length: 3" in head
+            assert body == answer
+
+
+@pytest.mark.parametrize(
+    "framing", [b"content-length: 9000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n800000\r\n"]
+)
+async def test_control_plane_has_a_limit_and_tells_it_to_who_still_sends(framing: bytes) -> None:
+    async with serving() as r:
+        client = await r.connect()
+        await client.ask(OWN + framing + b"x" * (2 << 20))
+        assert (await client.answer())[0].startswith(b"HTTP/1.1 413 ")
+
+
+async def test_slow_body_for_the_control_plane_is_given_up() -> None:
+    async with serving(client_limits=ClientLimits(body_wait=0.1)) as r:
+        client = await r.connect()
+        await client.ask(OWN + b"content-length: 2\r\n\r\n{")
+        assert (await client.answer())[0].startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["client leaves", "router stops"])
+async def test_half_a_request_for_the_control_plane_leaves_nothing(
+    leaves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(grace=0) as r:
+        client = await r.connect()
+        await client.ask(OWN + b"content-length: 2\r\n\r\n{")
+        state = r.server.server_state
+        await until(lambda: state.tasks)
+        if leaves:
+            client.writer.transport.abort()
+        else:
+            r.server.should_exit = True
+            assert await client.closed()
+        await until(lambda: not state.tasks and not state.connections)
+    caplog.clear()  # uvicorn calls it an error that it has cut something
 
 
 # -- what is not complete
@@ -334,7 +400,7 @@ async def test_cut_answer_has_no_end_and_makes_no_noise(stream: bool) -> None:
         raw = await client.rest()
         assert not raw.endswith(END)
         assert raw.endswith(b"12345") or b"worker_stream_broken" in raw
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"broken": 1}
         # That nothing of it is logged as a fault of ours is checked after each test (conftest.py).
 
@@ -414,7 +480,7 @@ async def test_client_that_leaves_cuts_the_worker() -> None:
         await client.reader.readuntil(b"data: a")
         client.writer.transport.abort()
         await asyncio.wait_for(cut.wait(), 5)
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"aborted": 1}
         await until(lambda: not r.bench.affinity.pending_closes)
         assert await r.bench.claim() is None
@@ -436,7 +502,7 @@ async def test_client_that_leaves_before_the_head_cuts_the_worker() -> None:
         await asyncio.wait_for(asked.wait(), 5)
         client.writer.close()
         await asyncio.wait_for(cut.wait(), 5)
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"aborted": 1}
 
 
@@ -456,33 +522,31 @@ async def test_client_that_leaves_with_its_next_request_sent_already() -> None:
         await client.ask(post() + post())
         await client.reader.readuntil(b"data: a")
         client.writer.transport.abort()
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"aborted": 1}
 
 
 async def test_slow_client_stops_the_worker() -> None:
     total = 32 << 20
-    sent = 0
 
     async def script(peer: Peer) -> None:
-        nonlocal sent
         await peer.request()
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
-        while sent < total:
-            await peer.send(bytes([(sent >> 16) % 251]) * 65536)
-            sent += 65536
+        for number in range(total >> 16):
+            await peer.send(bytes([number % 251]) * 65536)
         await peer.gone()
 
-    async with serving(script) as r:
+    worker = Worker(script)
+    async with serving(worker) as r:
         client = await r.connect(receive_buffer=4096)
         await client.ask(post())
         await client.head()
-        await until(lambda: any(turn._stalled for turn in r.bench.proxy._running))
-        assert sent < total
+        await still(lambda: worker.sent)
+        assert worker.sent < total
         client.grow()
         for number in range(total >> 16):
             assert await client.exactly(65536) == bytes([number % 251]) * 65536
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"completed": 1}
 
 
@@ -493,13 +557,14 @@ async def test_slow_client_that_leaves() -> None:
         while True:
             await peer.send(chunk(b"x" * 65536))
 
-    async with serving(script) as r:
+    worker = Worker(script)
+    async with serving(worker) as r:
         client = await r.connect(receive_buffer=4096)
         await client.ask(post(b"x-dynamo-session-id: s1"))
         await client.head()
-        await until(lambda: any(turn._stalled for turn in r.bench.proxy._running))
+        await still(lambda: worker.sent)
         client.writer.transport.abort()
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.outcomes() == {"aborted": 1}
 
 
@@ -512,7 +577,13 @@ async def test_client_that_leaves_before_its_next_turn_begins_leaves_nothing() -
         await client.ask(post())
         await client.answer()
         [protocol] = r.server.server_state.connections
-        protocol._start_next = protocol.transport.abort  # type: ignore[union-attr]
+        answered = protocol.answered  # type: ignore[union-attr]
+
+        def cut(keep_alive: bool) -> None:
+            protocol._advance = protocol.transport.abort  # type: ignore[union-attr]
+            answered(keep_alive)
+
+        protocol.answered = cut  # type: ignore[union-attr]
         await client.ask(post() + post())
         await client.answer()
         await until(lambda: not r.server.server_state.connections)
@@ -529,7 +600,7 @@ async def test_shutdown_lets_running_turns_end() -> None:
         await peer.gone()
 
     gate = asyncio.Event()
-    async with serving(script) as r:
+    async with serving(script, client_limits=ClientLimits(idle=60.0)) as r:
         idle, busy = await r.connect(), await r.connect()
         await busy.ask(post())
         await busy.reader.readuntil(b"data: a")
@@ -556,7 +627,7 @@ async def test_shutdown_cuts_turns_that_do_not_end(caplog: pytest.LogCaptureFixt
         r.server.should_exit = True
         assert not (await client.rest()).endswith(END)
         await asyncio.wait_for(cut.wait(), 5)
-        await until(lambda: r.bench.proxy.turns == 0)
+        await until(lambda: r.bench.turns == 0)
         assert r.bench.worker().in_flight == 0
     # uvicorn calls turns that it has cut itself errors; app/serve.py filters that.
     caplog.clear()

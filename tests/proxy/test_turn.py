@@ -7,19 +7,19 @@ import asyncio
 import contextlib
 import gzip
 import ssl
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from app.fleet.workers import Target
-from app.turn.answer import Answer
 from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
-from backends.memory import MemoryStore
-from tests.proxy.harness import DONE, END, FINAL, JSON, OK, SESSION, STREAM, bench, chunk
-from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, answers, settle, until
+from tests.support.bench import FINAL, JSON, SESSION, Bench, bench
+from tests.support.client import Call
+from tests.support.fakes import settle
+from tests.support.raw import DONE, END, OK, STREAM, Peer, Script, Worker, answers, chunk, still, tells, until
 
 MIB = 1 << 20
 
@@ -34,13 +34,12 @@ def lines(head: bytes) -> list[bytes]:
 async def test_request_and_answer_travel_untouched() -> None:
     body = b'{ "model" : "m",\n "messages":[ ] , "x": 1e400}'
     answer = b'{"a" :  1}'
-    worker = ByteWorker(answers(b"HTTP/1.1 201 Fine\r\nContent-Type: a/b\r\nContent-Length: 10\r\n\r\n" + answer))
+    worker = Worker(answers(b"HTTP/1.1 201 Fine\r\nContent-Type: a/b\r\nContent-Length: 10\r\n\r\n" + answer))
     async with bench(worker) as b:
         client = await b.get(JSON, (b"authorization", b"Bearer k"), body=body, query=b"a=1&b=%20")
         assert (client.status, client.body) == (201, answer)
-        head, sent = worker.requests[0]
-        assert sent == body
-        assert lines(head) == [
+        assert worker.requests[0].body == body
+        assert lines(worker.heads[0]) == [
             b"POST /v1/chat/completions?a=1&b=%20 HTTP/1.1",
             b"host: 127.0.0.1:%d" % worker.port,
             b"content-type: application/json",
@@ -64,24 +63,24 @@ async def test_request_and_answer_travel_untouched() -> None:
 
 
 async def test_request_id_is_kept_or_made() -> None:
-    worker = ByteWorker(answers(OK.replace(b"\r\n\r\n", b"\r\nx-request-id: the worker's\r\n\r\n", 1)))
+    worker = Worker(answers(OK.replace(b"\r\n\r\n", b"\r\nx-request-id: the worker's\r\n\r\n", 1)))
     async with bench(worker) as b:
         for given in (b"mine", b"a" * 128):
             client = await b.get((b"x-request-id", given))
             assert client.headers[b"x-request-id"] == given
-            assert b"x-request-id: " + given in lines(worker.requests[-1][0])
+            assert b"x-request-id: " + given in lines(worker.heads[-1])
         made = set()
         for unusable in (None, b"", b"a" * 129, b"\xff"):
             client = await b.get(*([] if unusable is None else [(b"x-request-id", unusable)]))
             made.add(client.headers[b"x-request-id"])
-            assert [line for line in lines(worker.requests[-1][0]) if line.startswith(b"x-request-id")] == [
+            assert [line for line in lines(worker.heads[-1]) if line.startswith(b"x-request-id")] == [
                 b"x-request-id: " + client.headers[b"x-request-id"]
             ]
         assert len(made) == 4
 
 
 async def test_headers_of_one_connection_end_here() -> None:
-    worker = ByteWorker(
+    worker = Worker(
         answers(
             b"HTTP/1.1 200 OK\r\nconnection: x-hop\r\nx-hop: 1\r\nkeep-alive: 5\r\nx-coatcheck-worker: lie\r\n"
             b"x-kept: 1\r\ncontent-length: 2\r\n\r\n{}"
@@ -99,7 +98,7 @@ async def test_headers_of_one_connection_end_here() -> None:
             (b"proxy-authorization", b"secret"),
             (b"expect", b"100-continue"),
         )
-        names = {line.partition(b":")[0] for line in lines(worker.requests[0][0])[1:]}
+        names = {line.partition(b":")[0] for line in lines(worker.heads[0])[1:]}
         ours = {b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"x-request-id"}
         assert names == {b"", b"host", b"x-three", b"content-length"} | ours
         assert b"x-hop" not in client.headers
@@ -122,21 +121,21 @@ async def test_headers_of_one_connection_end_here() -> None:
 async def test_length_of_the_request(
     method: str, body: bytes, given: list[tuple[bytes, bytes]], length: bytes | None
 ) -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         assert (await b.get(*given, method=method, body=body)).status == 200
-        found = [line for line in lines(worker.requests[0][0]) if line.startswith(b"content-length")]
+        found = [line for line in lines(worker.heads[0]) if line.startswith(b"content-length")]
         assert found == ([] if length is None else [b"content-length: " + length])
 
 
 async def test_rank_of_the_target_is_told() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         b.worker().targets = (Target(b.worker(), 0), Target(b.worker(), 1))
         hints = ((b"x-dynamo-worker-instance-id", b"w0"), (b"x-dynamo-dp-rank", b"0"))
         client = await b.get(SESSION, *hints)
         assert client.headers[b"x-coatcheck-rank"] == b"0"
-        assert b"x-data-parallel-rank: 0" in lines(worker.requests[0][0])
+        assert b"x-data-parallel-rank: 0" in lines(worker.heads[0])
         client = await b.get(SESSION, hints[0], (b"x-dynamo-dp-rank", b"1"))
         assert client.headers[b"x-coatcheck-rank"] == b"0"  # the claim is stronger
         assert b.metrics.hints_overridden.cells[()] == 1
@@ -151,20 +150,20 @@ async def test_rank_of_the_target_is_told() -> None:
     ],
 )
 async def test_answers_without_a_body(response: bytes) -> None:
-    worker = ByteWorker(answers(response))
+    worker = Worker(answers(response))
     async with bench(worker) as b:
         for _ in range(2):
             client = await b.get(method="GET", body=b"")
             assert (client.body, client.complete) == (b"", True)
             assert b"content-length" not in client.headers
-        assert worker.connections == 1
+        assert len(worker.peers) == 1
 
 
 @pytest.mark.parametrize(
     "framing", [b"content-length: 1000\r\n", b"transfer-encoding: chunked\r\n", b"", b"content-length: 0\r\n"]
 )
 async def test_head_ends_at_the_head(framing: bytes) -> None:
-    worker = ByteWorker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))
+    worker = Worker(answers(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n"))
     async with bench(worker) as b:
         client = await b.get(method="HEAD", body=b"")
         assert (client.status, client.body, client.complete) == (200, b"", True)
@@ -179,24 +178,21 @@ async def test_connection_goes_on_after_head() -> None:
         await peer.send(OK)
         await peer.gone()
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker) as b:
         await b.get(method="HEAD", body=b"")
         assert (await b.get()).body == b"{}"
-        assert worker.connections == 1
+        assert len(worker.peers) == 1
 
 
 async def test_answer_to_head_with_a_body_costs_the_connection() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500)
-        await peer.gone()
+    script = tells(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n" + b"x" * 500)
 
-    worker = ByteWorker(script, answers(OK))
+    worker = Worker(script, answers(OK))
     async with bench(worker) as b:
         assert (await b.get(method="HEAD", body=b"")).complete
         assert (await b.get()).body == b"{}"
-        assert worker.connections == 2
+        assert len(worker.peers) == 2
 
 
 async def test_interim_responses_and_trailers_end_here() -> None:
@@ -210,13 +206,13 @@ async def test_interim_responses_and_trailers_end_here() -> None:
                 chunk(b"abc") + b"0\r\nx-t: 1\r\nx-request-id: 2\r\n\r\n",
             )
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker) as b:
         for _ in range(2):
             client = await b.get()
             assert (client.status, client.body, client.complete) == (200, b"abc", True)
             assert client.headers.keys() == {b"x-a", b"x-request-id", b"x-coatcheck-affinity", b"x-coatcheck-worker"}
-        assert worker.connections == 1
+        assert len(worker.peers) == 1
 
 
 async def test_trailers_that_come_with_the_head_end_here_too() -> None:
@@ -227,7 +223,7 @@ async def test_trailers_that_come_with_the_head_end_here_too() -> None:
 
 
 async def test_interim_and_final_response_in_one_segment() -> None:
-    worker = ByteWorker(answers(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + OK))
+    worker = Worker(answers(b"HTTP/1.1 102 Processing\r\n\r\n" * 3 + OK))
     async with bench(worker) as b:
         assert (await b.get()).body == b"{}"
         assert (await b.get()).body == b"{}"
@@ -235,23 +231,19 @@ async def test_interim_and_final_response_in_one_segment() -> None:
 
 @pytest.mark.parametrize("head", [b"HTTP/1.1 200 OK\r\n", b"HTTP/1.0 200 OK\r\n"])
 async def test_close_delimited_answer_is_complete(head: bytes) -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(head + b"\r\n", b"ab", b"cd")
-
-    async with bench(script) as b:
+    async with bench(tells(head + b"\r\n", b"ab", b"cd", stays=False)) as b:
         client = await b.get()
         assert (client.body, client.complete) == (b"abcd", True)
         assert b.outcomes() == {"completed": 1}
 
 
 async def test_connection_that_the_worker_will_close_is_not_reused() -> None:
-    worker = ByteWorker(answers(OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)))
+    worker = Worker(answers(OK.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n", 1)))
     async with bench(worker) as b:
         for _ in range(3):
             assert (await b.get()).complete
-        assert worker.connections == 3
-        assert b.worker().pool.idle == 0
+        assert len(worker.peers) == 3
+        await until(lambda: b.worker().pool.open == 0)
 
 
 @pytest.mark.parametrize("extra", [OK, b"x", b"\r\n\r\nHTTP/1.1 500 Oops\r\n\r\n"])
@@ -259,12 +251,9 @@ async def test_connection_that_the_worker_will_close_is_not_reused() -> None:
 async def test_more_than_one_answer_costs_the_connection(extra: bytes, later: bool) -> None:
     """A second answer must never be taken for that of the next request."""
 
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(*((OK, extra) if later else (OK + extra,)))
-        await peer.gone()
+    script = tells(*((OK, extra) if later else (OK + extra,)))
 
-    worker = ByteWorker(script, answers(OK.replace(b"{}", b"[]")))
+    worker = Worker(script, answers(OK.replace(b"{}", b"[]")))
     async with bench(worker) as b:
         client = await b.get()
         assert (client.status, client.body) == (200, b"{}")
@@ -281,14 +270,13 @@ async def test_answer_before_the_request_was_sent() -> None:
         await checked.wait()
 
     checked = asyncio.Event()
-    worker = ByteWorker(script, answers(OK))
+    worker = Worker(script, answers(OK))
     async with bench(worker) as b:
         client = b.request(body=b"x" * (32 * MIB)).start()
         await client.finish()
         assert (client.status, client.body) == (413, b"{}")
-        assert b.worker().pool.idle == 0
         assert (await b.get()).status == 200
-        assert worker.connections == 2
+        assert len(worker.peers) == 2
         checked.set()
         assert b.outcomes() == {"client_error": 1, "completed": 1}
 
@@ -298,8 +286,7 @@ async def test_big_bodies_both_ways() -> None:
     answer = body[::-1]
 
     async def script(peer: Peer) -> None:
-        _, sent = await peer.request()
-        assert sent == body
+        assert (await peer.request()).body == body
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
         await peer.gone()
 
@@ -310,32 +297,27 @@ async def test_big_bodies_both_ways() -> None:
 
 async def test_huge_headers_are_passed_on() -> None:
     value = b"a" * 60_000
-    worker = ByteWorker(answers(b"HTTP/1.1 200 OK\r\nx-big: " + value + b"\r\ncontent-length: 0\r\n\r\n"))
+    worker = Worker(answers(b"HTTP/1.1 200 OK\r\nx-big: " + value + b"\r\ncontent-length: 0\r\n\r\n"))
     async with bench(worker) as b:
         client = await b.get((b"x-mine", value))
         assert client.headers[b"x-big"] == value
-        assert b"x-mine: " + value in lines(worker.requests[0][0])
+        assert b"x-mine: " + value in lines(worker.heads[0])
 
 
 async def test_coded_bodies_are_not_looked_into() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         body = gzip.compress(b"{}")
         client = await b.get(JSON, (b"content-encoding", b"gzip"), body=body)
         assert client.status == 200
-        assert worker.requests[0][1] == body
+        assert worker.requests[0].body == body
 
 
 @pytest.mark.parametrize("size", [1, 3, 7])
 async def test_answer_in_the_smallest_pieces(size: int) -> None:
     wire = STREAM + chunk(b"data: a\n\n") + chunk(DONE) + END
 
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(*(wire[at : at + size] for at in range(0, len(wire), size)))
-        await peer.gone()
-
-    async with bench(script) as b:
+    async with bench(tells(*(wire[at : at + size] for at in range(0, len(wire), size)))) as b:
         client = await b.get(SESSION)
         assert (client.body, client.complete) == (b"data: a\n\n" + DONE, True)
 
@@ -349,13 +331,13 @@ async def test_stale_connection_is_tried_once_more_at_the_same_worker() -> None:
         await peer.send(OK)
         await peer.request()  # and closes without a byte: as a server whose idle limit has just passed
 
-    worker = ByteWorker(once, answers(OK))
+    worker = Worker(once, answers(OK))
     async with bench(worker) as b:
         await b.get(SESSION)
         client = await b.get(SESSION)
         assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"cached")
-        assert worker.connections == 2
-        assert b.metrics.retries.cells == {("stale_connection",): 1}
+        assert len(worker.peers) == 2
+        assert +Counter(b.metrics.retries.cells) == {("stale_connection",): 1}
 
 
 async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None:
@@ -368,17 +350,17 @@ async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None
         await peer.send(OK)
         await peer.request()
 
-    worker = ByteWorker(once, once, once, answers(OK))
+    worker = Worker(once, once, once, answers(OK))
     async with bench(worker) as b:
         clients = [b.request().start() for _ in range(3)]
         await until(lambda: len(worker.requests) == 3)
         gate.set()
         for client in clients:
             await client.finish()
-        assert b.worker().pool.idle == 3
+        assert b.worker().pool.open == 3
         assert (await b.get()).status == 200
-        assert worker.connections == 4
-        assert b.metrics.retries.cells == {("stale_connection",): 1}
+        assert len(worker.peers) == 4
+        assert +Counter(b.metrics.retries.cells) == {("stale_connection",): 1}
 
 
 async def test_fresh_connection_that_closes_is_not_tried_again() -> None:
@@ -390,7 +372,7 @@ async def test_fresh_connection_that_closes_is_not_tried_again() -> None:
     async def never(peer: Peer) -> None:
         await peer.request()
 
-    worker = ByteWorker(once, never)
+    worker = Worker(once, never)
     async with bench(worker) as b:
         await b.get()
         assert (await b.get()).status == 502
@@ -404,7 +386,7 @@ async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -
         await peer.request()
         await peer.send(b"H")
 
-    worker = ByteWorker(script)
+    worker = Worker(script)
     async with bench(worker) as b:
         await b.get()
         assert (await b.get()).status == 502
@@ -412,16 +394,14 @@ async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -
 
 
 async def test_idle_connection_closed_by_the_worker_leaves_the_pool() -> None:
-    async def once(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(OK)
+    once = tells(OK, stays=False)
 
-    worker = ByteWorker(once)
+    worker = Worker(once)
     async with bench(worker) as b:
         for _ in range(3):
             assert (await b.get()).status == 200
-            await until(lambda: b.worker().pool.idle == 0)
-        assert not b.metrics.retries.cells
+            await until(lambda: b.worker().pool.open == 0)
+        assert not +Counter(b.metrics.retries.cells)
 
 
 async def test_idle_connections_are_reaped_oldest_first() -> None:
@@ -441,12 +421,11 @@ async def test_idle_connections_are_reaped_oldest_first() -> None:
         gate.set()
         for client in clients:
             await client.finish()
-        assert pool.idle == 3
+        assert pool.open == 3
         # One of them is kept busy; the others go although it comes back again and again.
-        while pool.idle > 1:
+        while pool.open > 1:
             await b.get()
             await asyncio.sleep(0.01)
-        await until(lambda: pool.open <= 1)  # what was reaped closes in the loop's next step
         await until(lambda: pool.open == 0)
 
 
@@ -455,9 +434,9 @@ def first(candidates: Any) -> Any:
 
 
 async def test_unreachable_worker_is_left_for_another() -> None:
-    async with ByteWorker(answers(OK)) as dead:
+    async with Worker(answers(OK)) as dead:
         url = f"http://127.0.0.1:{dead.port}"
-    async with bench(url, ByteWorker(answers(OK)), policy=first) as b:
+    async with bench(url, Worker(answers(OK)), policy=first) as b:
         client = await b.get(SESSION, FINAL)
         assert (client.status, client.headers[b"x-coatcheck-worker"]) == (200, b"w1")
         assert client.headers[b"x-coatcheck-affinity"] == b"rebound"
@@ -468,17 +447,17 @@ async def test_unreachable_worker_is_left_for_another() -> None:
 
 
 async def test_turn_without_a_session_moves_too() -> None:
-    async with ByteWorker(answers(OK)) as dead:
+    async with Worker(answers(OK)) as dead:
         url = f"http://127.0.0.1:{dead.port}"
-    async with bench(url, ByteWorker(answers(OK)), policy=first) as b:
+    async with bench(url, Worker(answers(OK)), policy=first) as b:
         client = await b.get()
         assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"none")
 
 
 async def test_lost_worker_moves_the_session_without_an_error() -> None:
     async with contextlib.AsyncExitStack() as stack:
-        second = await stack.enter_async_context(ByteWorker(answers(OK)))
-        async with ByteWorker(answers(OK)) as lost:
+        second = await stack.enter_async_context(Worker(answers(OK)))
+        async with Worker(answers(OK)) as lost:
             urls = [f"http://127.0.0.1:{worker.port}" for worker in (lost, second)]
             b = await stack.enter_async_context(bench(*urls, policy=first))
             assert (await b.get(SESSION)).headers[b"x-coatcheck-worker"] == b"w0"
@@ -509,88 +488,73 @@ def dripped(total: int, piece: int) -> bytes:
     return b"".join(bytes([number % 251]) * piece for number in range(total // piece))
 
 
+EVENT = b"data: %b\n\n" % (b"a" * 300_000)
+"""More than the router keeps for a client that does not read."""
+
+
 async def test_slow_client_stops_the_worker_and_loses_nothing() -> None:
     total, piece = 32 * MIB, 65536
-    sent = 0
-
-    async def script(peer: Peer) -> None:
-        nonlocal sent
-        await peer.request()
-        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % total)
-        for number in range(total // piece):
-            await peer.send(bytes([number % 251]) * piece)
-            sent += piece
-        await peer.gone()
-
-    async with bench(script) as b:
-        client = b.request().start()
+    worker = Worker(drip(total, piece))
+    async with bench(worker) as b:
+        client = b.request(little=True).start()
         await until(lambda: client.body)
         client.stall()
-        await until(lambda: client.stalled)
-        before = -1
-        while before != sent:  # until the kernel's buffers are full
-            before = sent
-            await asyncio.sleep(0.05)
-        assert sent < total
-        assert client.stalled == 1  # one piece waits; the rest is with the worker
+        await still(lambda: worker.sent)
+        assert worker.sent < total
         for _ in range(5):  # and again and again
-            client.resume()
+            client.go_on()
             await asyncio.sleep(0)
             client.stall()
             await asyncio.sleep(0.002)
-        client.resume()
+        client.go_on()
         await client.finish()
         assert client.body == dripped(total, piece)
         assert client.complete
         assert b.outcomes() == {"completed": 1}
 
 
-async def test_every_piece_stalls_for_a_moment() -> None:
-    """Each send suspends: bare yields and futures alike."""
+async def test_client_takes_a_little_at_a_time() -> None:
     total, piece = MIB, 4096
     async with bench(drip(total, piece)) as b:
-        client = b.request()
+        client = b.request(little=True)
         count = 0
 
-        async def pause(_: object) -> None:
+        async def pause(_: bytes) -> None:
             nonlocal count
             count += 1
             await asyncio.sleep(0 if count % 2 else 0.0005)
 
-        client.on_send = pause
+        client.on_data = pause
         await client.finish()
         assert client.body == dripped(total, piece)
         assert client.complete
 
 
-async def test_failure_while_the_client_is_slow_comes_after_what_was_sent() -> None:
+@pytest.mark.parametrize("failure", ["worker_stream_broken", "worker_stalled"])
+async def test_failure_while_the_client_is_slow_comes_after_what_was_sent(failure: str) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
-        await peer.send(STREAM + chunk(b"data: a\n\n"))
-        await until(lambda: client.stalled)
+        await peer.send(STREAM + chunk(EVENT))
+        if failure == "worker_stalled":
+            await peer.gone()
+        await still(lambda: peer.sent)
         peer.reset()
 
-    async with bench(script) as b:
-        client = b.request(SESSION)
-
-        async def stall_at_the_body(message: dict[str, Any]) -> None:
-            if len(client.sent) == 1:
-                client.stalled += 1
-                while not go_on:
-                    await asyncio.sleep(0.001)
-                client.stalled -= 1
-
-        go_on = False
-        client.on_send = stall_at_the_body
+    worker = Worker(script)
+    limits = Limits(total=0.3 if failure == "worker_stalled" else 0)
+    async with bench(worker, limits=limits) as b:
+        client = b.request(SESSION, little=True)
+        client.stall()
         client.start()
-        await until(lambda: client.stalled)
+        await until(lambda: worker.peers and worker.peers[0].ended)
         await asyncio.sleep(0.02)
-        assert client.task is not None
-        assert not client.task.done()
-        go_on = True
+        assert b.turns == 1
+        client.go_on()
         await client.finish()
-        assert client.body.startswith(b"data: a\n\n")
-        assert b"worker_stream_broken" in client.body
+        first, error = client.events
+        assert len(first) > 65536
+        assert EVENT.startswith(first)
+        assert failure.encode() in error
         assert not client.complete
         assert b.outcomes() == {"broken": 1}
 
@@ -599,33 +563,31 @@ async def test_failure_while_the_client_is_slow_comes_after_what_was_sent() -> N
 async def test_slow_client_is_not_the_workers_silence(limits: Limits) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
-        await peer.send(STREAM + chunk(b"data: a\n\n"))
-        await until(lambda: going_on)
+        await peer.send(STREAM + chunk(EVENT))
+        await going_on.wait()
         await peer.send(chunk(DONE) + END)
         await peer.gone()
 
-    going_on = False
+    going_on = asyncio.Event()
     async with bench(script, limits=limits) as b:
-        client = b.request()
-
-        async def slow(message: dict[str, Any]) -> None:
-            if len(client.sent) == 1:
-                await asyncio.sleep(0.6)
-
-        client.on_send = slow
+        client = b.request(little=True)
+        client.stall()
         client.start()
-        await until(lambda: len(client.sent) == 2)
-        going_on = True
+        await asyncio.sleep(0.6)
+        assert b.turns == 1
+        client.go_on()
+        going_on.set()
         await client.finish()
-        assert client.complete
+        assert (client.body, client.complete) == (EVENT + DONE, True)
 
 
 async def test_client_leaves_while_it_is_slow() -> None:
-    async with bench(drip(32 * MIB, 65536)) as b:
-        client = b.request(SESSION).start()
+    worker = Worker(drip(32 * MIB, 65536))
+    async with bench(worker) as b:
+        client = b.request(SESSION, little=True).start()
         await until(lambda: client.body)
         client.stall()
-        await until(lambda: client.stalled)
+        await still(lambda: worker.sent)
         client.leave()
         await client.finish()
         assert b.outcomes() == {"aborted": 1}
@@ -635,21 +597,13 @@ async def test_client_leaves_while_it_is_slow() -> None:
 # -- a client that leaves
 
 
-async def hangs(peer: Peer) -> None:
-    await peer.request()
-    await peer.gone()
+hangs = tells()
 
 
-async def hangs_after_head(peer: Peer) -> None:
-    await peer.request()
-    await peer.send(STREAM)
-    await peer.gone()
+hangs_after_head = tells(STREAM)
 
 
-async def hangs_in_stream(peer: Peer) -> None:
-    await peer.request()
-    await peer.send(STREAM + chunk(b"data: a\n\n"))
-    await peer.gone()
+hangs_in_stream = tells(STREAM + chunk(b"data: a\n\n"))
 
 
 @pytest.mark.parametrize("final", [False, True])
@@ -661,11 +615,11 @@ async def test_client_leaves_while_the_worker_works(script: Callable[[Peer], Any
         await script(peer)
         cut.set()
 
-    worker = ByteWorker(watched)
+    worker = Worker(watched)
     async with bench(worker) as b:
         client = b.request(SESSION, *([FINAL] if final else [])).start()
-        wanted = {hangs: 0, hangs_after_head: 1, hangs_in_stream: 2}[script]  # type: ignore[index]
-        await until(lambda: worker.requests and len(client.sent) == wanted)
+        told = {hangs: (0, b""), hangs_after_head: (200, b""), hangs_in_stream: (200, b"data: a\n\n")}[script]
+        await until(lambda: worker.requests and (client.status, client.body) == told)
         client.leave()
         await client.finish()
         await asyncio.wait_for(cut.wait(), 5)
@@ -673,49 +627,36 @@ async def test_client_leaves_while_the_worker_works(script: Callable[[Peer], Any
         assert b.worker().available
         await until(lambda: not b.affinity.pending_closes)
         assert (await b.claim() is None) is final
-        assert len(client.sent) == wanted
+        assert (client.status, client.body) == told
 
 
 async def test_client_leaves_while_sending_its_body() -> None:
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     async with bench(worker) as b:
         client = b.request(SESSION, body=b"{", ends=False).start()
         await asyncio.sleep(0)
         client.leave()
         await client.finish()
         assert b.outcomes() == {"aborted": 1}
-        assert not worker.connections
-        assert not client.sent
-
-
-async def test_client_that_left_before_the_worker_was_asked() -> None:
-    """It is gone when its request has been read, and known sessions need no wait in which that would show."""
-    worker = ByteWorker(answers(OK))
-    async with bench(worker) as b:
-        await b.get(SESSION)
-        client = b.request(SESSION)
-        client.left = True
-        await client.finish()
-        assert b.outcomes() == {"completed": 1, "aborted": 1}
-        assert len(worker.requests) == 1
+        assert not worker.peers
+        assert not client.status
 
 
 @pytest.mark.parametrize("done", [False, True])
 async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
     """Before the store has created the claim, or after, with the reply on its way."""
-    store = ScriptedStore(MemoryStore())
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     gate = asyncio.Event()
-    (store.after if done else store.before)["create"] = gate
-    async with bench(worker, store=store) as b:
+    async with bench(worker) as b:
+        (b.store.after if done else b.store.before)["create"] = gate
         clients = [b.request(SESSION).start() for _ in range(3)]
-        await until(lambda: store.calls["create"])
+        await until(lambda: b.store.calls["create"])
         for client in clients:
             client.leave()
         for client in clients:
             await client.finish()
         assert b.outcomes() == {"aborted": 3}
-        assert not worker.connections
+        assert not worker.peers
         gate.set()
         assert (await b.get(SESSION)).status == 200
 
@@ -723,33 +664,29 @@ async def test_client_leaves_while_its_session_is_bound(done: bool) -> None:
 @pytest.mark.parametrize("done", [False, True])
 async def test_client_leaves_while_its_final_turn_is_bound(done: bool) -> None:
     """What is claimed for it is closed again: nobody else would."""
-    store = ScriptedStore(MemoryStore())
-    worker = ByteWorker(answers(OK))
+    worker = Worker(answers(OK))
     gate = asyncio.Event()
-    (store.after if done else store.before)["create"] = gate
-    async with bench(worker, store=store) as b:
+    async with bench(worker) as b:
+        (b.store.after if done else b.store.before)["create"] = gate
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["create"])
+        await until(lambda: b.store.calls["create"])
         client.leave()
         await asyncio.sleep(0.01)
         gate.set()
         await client.finish()
         assert b.outcomes() == {"aborted": 1}
-        assert not worker.connections
+        assert not worker.peers
         await until(lambda: not b.affinity.pending_closes)
         assert await b.claim() is None
 
 
 async def test_client_leaves_while_a_connection_is_made() -> None:
-    async def silent(peer: Peer) -> None:
-        await peer.gone()
-
     async with (
-        ByteWorker(silent) as worker,
+        Worker(Peer.gone) as worker,
         bench(f"https://127.0.0.1:{worker.port}", tls=ssl.create_default_context()) as b,
     ):
         client = b.request(SESSION).start()
-        await until(lambda: worker.connections)
+        await until(lambda: worker.peers)
         assert b.worker().in_flight == 1
         client.leave()
         await client.finish()
@@ -760,7 +697,7 @@ async def test_client_leaves_while_a_connection_is_made() -> None:
 async def test_client_leaves_in_the_step_in_which_the_answer_comes() -> None:
     """At each moment of a turn's life, counted in steps of the loop."""
     for steps in range(40):
-        worker = ByteWorker(answers(STREAM + chunk(DONE) + END))
+        worker = Worker(answers(STREAM + chunk(DONE) + END))
         async with bench(worker) as b:
             client = b.request(SESSION, FINAL).start()
             await until(lambda w=worker: w.requests)  # type: ignore[misc]
@@ -773,53 +710,48 @@ async def test_client_leaves_in_the_step_in_which_the_answer_comes() -> None:
             assert await b.claim() is None
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6, 8, 10, 15, 20, 30, 50])
+@pytest.mark.parametrize("steps", [*range(20), 25, 30, 40, 50])
 async def test_turn_is_cancelled_at_any_moment(steps: int) -> None:
     """As uvicorn does with turns that outlive the shutdown's limit."""
-    store = ScriptedStore(MemoryStore())
-    store.jitter = lambda: 0
-    worker = ByteWorker(answers(STREAM + chunk(b"data: a\n\n")))
-    async with bench(worker, store=store) as b:
-        client = b.request(SESSION, FINAL).start()
+    async with bench(answers(STREAM + chunk(b"data: a\n\n"))) as b:
+        b.store.jitter = lambda: 0
+        client = (await b.request(SESSION, FINAL).connect()).start()
         for _ in range(steps):
             await asyncio.sleep(0)
-        assert client.task is not None
-        client.task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await client.task
+        client.cut()
+        client.leave()
+        await client.finish()
+        assert not client.complete
         await until(lambda: not b.affinity.pending_closes)
 
 
-async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_same_step() -> None:
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["create"] = asyncio.Event()
-    async with bench(answers(OK), store=store) as b:
+@pytest.mark.parametrize("steps", range(8))
+async def test_bound_session_is_given_back_when_the_turn_is_cancelled_in_the_same_step(steps: int) -> None:
+    """Whichever of the two comes first: in one of these steps both are on their way."""
+    async with bench(hangs) as b:
+        gate = b.store.hold("create")
         client = b.request(SESSION).start()
-        await until(lambda: store.calls["create"])
-        [turn] = b.proxy._running
-        assert turn._presence._pending is not None
-        assert client.task is not None
-        turn._presence._pending.add_done_callback(lambda _: client.task.cancel())  # type: ignore[union-attr]
+        await until(lambda: b.store.calls["create"])
         gate.set()
-        with pytest.raises(asyncio.CancelledError):
-            await client.task
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        client.cut()
+        await client.finish()
+        assert client.answer is None
+        await until(lambda: b.affinity.active_turns == 0)
 
 
 # -- the end of a session
 
 
-async def final_turn(
-    script: Callable[[Peer], Any], check: Callable[[AsgiClient, ScriptedStore, Any], Any], **settings: Any
-) -> None:
+async def final_turn(script: Script, check: Callable[[Call, Bench], Any]) -> None:
     """Runs a final turn whose close is held, calls `check` once the close is asked for, and lets it be done."""
-    inner = MemoryStore()
-    store = ScriptedStore(inner)
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store, **settings) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
-        await check(client, store, b)
+        await check(client, b)
         gate.set()
         await client.finish()
         assert client.complete
@@ -838,7 +770,7 @@ async def test_done_marker_waits_for_the_close(more: bool) -> None:
 
     seen: list[bytes] = []
 
-    async def check(client: AsgiClient, store: ScriptedStore, b: Any) -> None:
+    async def check(client: Call, b: Bench) -> None:
         seen.append(client.body)
         assert await b.claim() is not None
 
@@ -850,15 +782,14 @@ async def split_at(at: int, wire: bytes) -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(wire[:at]))
-        await until(lambda: client.body or store.calls["close"])
+        await until(lambda: client.body or b.store.calls["close"])
         await peer.send(chunk(wire[at:]) + END)
         await peer.gone()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         assert b"[DONE]" not in client.body
         gate.set()
         await client.finish()
@@ -890,17 +821,15 @@ async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
         if wire[-4:] != b"\r\n\r\n" or b"length" in wire:
             await peer.gone()
 
-    clients: list[AsgiClient] = []
+    clients: list[Call] = []
 
     def client_body() -> bytes:
         return clients[0].body
 
-    inner = MemoryStore()
-    store = ScriptedStore(inner)
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         clients.append(b.request(SESSION, FINAL).start())
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert not clients[0].complete
         gate.set()
@@ -909,22 +838,17 @@ async def test_end_of_an_answer_waits_for_the_close(wire: bytes) -> None:
 
 
 async def test_answer_without_body_waits_for_the_close() -> None:
-    async def check(client: AsgiClient, store: ScriptedStore, b: Any) -> None:
+    async def check(client: Call, b: Bench) -> None:
         assert not client.complete
 
     await final_turn(answers(b"HTTP/1.1 204 No Content\r\n\r\n"), check)
 
 
 async def test_error_event_waits_for_the_close() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(STREAM + chunk(b"data: a\n\n"))
-
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(tells(STREAM + chunk(b"data: a\n\n"), stays=False)) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert client.body == b"data: a\n\n"
         gate.set()
@@ -934,9 +858,8 @@ async def test_error_event_waits_for_the_close() -> None:
 
 
 async def test_close_that_hangs_holds_the_end_only_so_long() -> None:
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(answers(STREAM + chunk(DONE) + END), store=store, close_limit=0.05) as b:
+    async with bench(answers(STREAM + chunk(DONE) + END), close_limit=0.05) as b:
+        gate = b.store.hold("close")
         client = await b.get(SESSION, FINAL)
         assert (client.body, client.complete) == (DONE, True)
         assert b.affinity.pending_closes == 1
@@ -947,9 +870,8 @@ async def test_close_that_hangs_holds_the_end_only_so_long() -> None:
 
 @pytest.mark.parametrize("fault", [StoreUnavailable("no"), OutcomeUnknown("late")])
 async def test_close_that_fails_is_tried_on(fault: Exception) -> None:
-    store = ScriptedStore(MemoryStore())
-    store.next_faults["close"] = deque([fault])
-    async with bench(answers(OK), store=store) as b:
+    async with bench(answers(OK)) as b:
+        b.store.next_faults["close"] = deque([fault])
         client = await b.get(SESSION, FINAL)
         assert client.complete
         assert await b.claim() is None
@@ -986,19 +908,17 @@ async def test_final_turn_that_is_refused_for_good_ends_its_session() -> None:
 
 
 async def test_last_turn_out_closes_before_its_own_end() -> None:
-    store = ScriptedStore(MemoryStore())
     go: dict[int, asyncio.Event] = {1: asyncio.Event(), 2: asyncio.Event()}
 
     async def script(peer: Peer) -> None:
         await peer.request()
-        mine = go[worker.connections]
+        mine = go[peer.number + 1]
         await peer.send(STREAM + chunk(b"data: a\n\n"))
         await mine.wait()
         await peer.send(chunk(DONE) + END)
         await peer.gone()
 
-    worker = ByteWorker(script)
-    async with bench(worker, store=store) as b:
+    async with bench(script) as b:
         final = b.request(SESSION, FINAL).start()
         await until(lambda: final.body)
         other = b.request(SESSION).start()
@@ -1007,9 +927,9 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
         await final.finish()
         assert final.complete
         assert await b.claim() is not None  # the other one is still here
-        gate = store.before["close"] = asyncio.Event()
+        gate = b.store.hold("close")
         go[2].set()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.005)
         assert other.body == b"data: a\n\n"
         gate.set()
@@ -1018,38 +938,42 @@ async def test_last_turn_out_closes_before_its_own_end() -> None:
         assert await b.claim() is None
 
 
-async def test_turn_that_joins_at_the_marker_and_leaves_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first hold of the end finds another turn; when that is gone the end is held, closed and sent all the same."""
-    hooked, go_on = asyncio.Event(), asyncio.Event()
+async def test_turn_that_has_joined_at_the_marker_and_leaves_before_the_end() -> None:
+    """The marker passes, since another turn is there; when that is gone the end is held, and comes after the close."""
+    marker, end, over = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def script(peer: Peer) -> None:
         await peer.request()
-        await hooked.wait()
-        await peer.send(STREAM + chunk(DONE))
-        await go_on.wait()
+        await peer.send(STREAM + chunk(b"data: a\n\n"))
+        await marker.wait()
+        await peer.send(chunk(DONE))
+        await end.wait()
         await peer.send(END)
         await peer.gone()
 
-    async with bench(script) as b:
-        client = b.request(SESSION, FINAL)
-        joined: list[Any] = []
-        client.start()
-        await until(lambda: b.proxy._running)
-        hold = Answer._hold
+    async def joins(peer: Peer) -> None:
+        await peer.request()
+        await over.wait()
+        await peer.send(OK)
+        await peer.gone()
 
-        def hold_and_join(answer: Answer, data: bytes, end: bool) -> bool:
-            held = hold(answer, data, end)
-            if held and not joined:
-                joined.append(b.affinity.session(b.hasher.key(b"", SESSION[1]), final=False))
-                assert joined[0].bind_cached()
-            return held
-
-        monkeypatch.setattr(Answer, "_hold", hold_and_join)
-        hooked.set()
-        await until(lambda: client.body == DONE)
+    worker = Worker(script, joins)
+    async with bench(worker) as b:
+        gate = b.store.hold("close")
+        client = b.request(SESSION, FINAL).start()
+        await until(lambda: client.body)
+        other = b.request(SESSION).start()
+        await until(lambda: len(worker.requests) == 2)
+        marker.set()
+        await until(lambda: client.body == b"data: a\n\n" + DONE)
+        over.set()
+        await other.finish()
+        assert not b.store.calls["close"]
+        end.set()
+        await until(lambda: b.store.calls["close"])
+        await asyncio.sleep(0.005)
         assert not client.complete
-        joined[0].release()
-        go_on.set()
+        gate.set()
         await client.finish()
         assert client.complete
         assert await b.claim() is None
@@ -1059,15 +983,14 @@ async def test_data_that_comes_while_the_claim_is_closed_stays_in_order() -> Non
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(b"data: a\n\n" + DONE))
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await peer.send(chunk(b": more\n\n"), chunk(b": and more\n\n"), END)
         await peer.gone()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await asyncio.sleep(0.02)
         assert client.body == b""
         gate.set()
@@ -1080,14 +1003,13 @@ async def test_failure_while_the_claim_is_closed() -> None:
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(b"data: a\n\n" + DONE))
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         peer.reset()
 
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(script, store=store) as b:
+    async with bench(script) as b:
+        gate = b.store.hold("close")
         client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+        await until(lambda: b.store.calls["close"])
         await until(lambda: b.worker().pool.open == 0)
         gate.set()
         await client.finish()
@@ -1095,54 +1017,73 @@ async def test_failure_while_the_claim_is_closed() -> None:
         assert not client.complete
 
 
-@pytest.mark.parametrize("slow", [False, True])
-async def test_client_leaves_while_its_claim_is_closed(slow: bool) -> None:
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
-    async with bench(answers(STREAM + chunk(DONE) + END), store=store) as b:
-        client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
-        if slow:
-            client.stall()
-            gate.set()
-            await until(lambda: client.stalled)
-        client.leave()
-        gate.set()
-        await client.finish()
-        # A plain ASGI server is not asked any more whether the client is there once it has been given the end.
-        assert b.outcomes() == {"completed" if slow else "aborted": 1}
-        assert await b.claim() is None
-
-
-async def test_slow_client_gets_the_held_end() -> None:
-    store = ScriptedStore(MemoryStore())
-    gate = store.before["close"] = asyncio.Event()
+@pytest.mark.parametrize(
+    ("held", "outcome"), [(b"", "aborted"), (chunk(EVENT), "aborted"), (chunk(EVENT) + END, "completed")]
+)
+async def test_client_leaves_while_its_claim_is_closed(held: bytes, outcome: str) -> None:
+    """Or afterwards, while it is slow to take what was held; whether it takes the very end nobody can tell."""
 
     async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(STREAM + chunk(DONE))
-        await until(lambda: client.stalled)
+        await until(lambda: b.store.calls["close"])
+        await peer.send(held)
+        came.set()
+        await peer.gone()
+
+    came = asyncio.Event()
+    async with bench(script) as b:
+        gate = b.store.hold("close")
+        client = b.request(SESSION, FINAL, little=True)
+        client.stall()
+        client.start()
+        await came.wait()
+        await asyncio.sleep(0.02)
+        if held:
+            gate.set()
+            await asyncio.sleep(0.02)
+            assert b.turns == (outcome == "aborted")
+        client.leave()
+        await asyncio.sleep(0.01)
+        gate.set()
+        await client.finish()
+        assert b.outcomes() == {outcome: 1}
+        assert await b.claim() is None
+
+
+async def test_slow_client_gets_the_held_end() -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM + chunk(DONE))
+        await until(lambda: b.store.calls["close"])
+        await peer.send(chunk(EVENT))
+        await released.wait()
         await peer.send(chunk(b": tail\n\n") + END)
         await peer.gone()
 
-    async with bench(script, store=store) as b:
-        client = b.request(SESSION, FINAL).start()
-        await until(lambda: store.calls["close"])
+    released = asyncio.Event()
+    worker = Worker(script)
+    async with bench(worker) as b:
+        gate = b.store.hold("close")
+        client = b.request(SESSION, FINAL, little=True)
         client.stall()
+        client.start()
+        await until(lambda: worker.sent > len(EVENT))
+        await asyncio.sleep(0.02)
         gate.set()
-        await until(lambda: client.stalled)
+        await until(lambda: not b.affinity.pending_closes)
+        released.set()
         await asyncio.sleep(0.01)
-        client.resume()
+        client.go_on()
         await client.finish()
-        assert (client.body, client.complete) == (DONE + b": tail\n\n", True)
+        assert (client.body, client.complete) == (DONE + EVENT + b": tail\n\n", True)
 
 
 # -- sessions through the proxy
 
 
 async def test_what_the_affinity_header_says() -> None:
-    store = ScriptedStore(MemoryStore())
-    async with bench(answers(OK), answers(OK), store=store) as b:
+    async with bench(answers(OK), answers(OK)) as b:
 
         async def how(*headers: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
             client = await b.get(*headers)
@@ -1152,10 +1093,10 @@ async def test_what_the_affinity_header_says() -> None:
         outcome, worker = await how(SESSION)
         assert outcome == b"created"
         assert await how(SESSION) == (b"cached", worker)
-        store.drop_watch()
+        b.store.drop_watch()
         await settle()
         assert await how(SESSION) == (b"stored", worker)
-        store.go_away()
+        b.store.go_away()
         outcome, worker = await how((b"session-id", b"other"))
         assert outcome == b"degraded"
         assert await how((b"session-id", b"other")) == (b"degraded", worker)

@@ -383,10 +383,12 @@ async def test_switch_that_nobody_offered_is_a_bad_answer(live: Live) -> None:
 
 
 async def test_websocket_to_the_control_plane_is_served_as_http(live: Live) -> None:
-    async with live.worker(answers(OK)) as worker, live.client() as client:
+    async with live.worker(answers(OK)) as worker:
         for target, status in ((b"/health", 200), (b"/nothing", 404), (b"/v1/../realtime", 400)):
-            await client.send(handshake(target=target))
-            assert (await client.answer(b"GET")).status == status
+            async with live.client() as client:
+                await client.send(handshake(target=target))
+                assert (await client.answer(b"GET")).status == status
+                assert await client.closed()
     assert worker.nothing_came()
 
 

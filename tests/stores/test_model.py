@@ -151,7 +151,7 @@ def _check(
     opened: Callable[[], Awaitable[tuple[list[ClaimStore], Callable[[float], None] | None]]], examples: int
 ) -> None:
     machine = type("Checked", (Machine,), {"open": staticmethod(opened)})
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -27,6 +26,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from tests.support.tcp import free_ports
 
 START_TIMEOUT_S = 20.0
 START_TRIES = 3
@@ -97,7 +98,7 @@ class EtcdServer:
         self.pick_ports()
 
     def pick_ports(self) -> None:
-        self.client_port, self.peer_port, self.metrics_port = _free_ports(3)
+        self.client_port, self.peer_port, self.metrics_port = free_ports(3)
 
     @property
     def endpoint(self) -> str:
@@ -317,14 +318,6 @@ def _is_stopped(thread: Path) -> bool:
         return (thread / "stat").read_text().rpartition(")")[2].split()[0] in "TXZ"
     except OSError:
         return True
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        holders = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for holder in holders:
-            holder.bind(("127.0.0.1", 0))
-        return [holder.getsockname()[1] for holder in holders]
 
 
 _leftovers: set[EtcdServer] = set()

@@ -89,7 +89,7 @@ def _written(first: bytes, message: Message, ours: set[bytes]) -> bytes:
 # -- reading
 
 
-def read_request(data: bytes) -> tuple[Request, bytes]:
+def read_request(data: bytes | bytearray) -> tuple[Request, bytes]:
     """The first request of `data`, and the rest. Raises Malformed or Incomplete."""
     first, headers, at = _head(data, _request_line)
     method, target, minor = first[1], first[2], int(first[3])
@@ -108,7 +108,7 @@ def read_request(data: bytes) -> tuple[Request, bytes]:
     return Request(headers, body, framing, method, target, minor), bytes(data[at:])
 
 
-def read_answer(data: bytes, method: bytes, ended: bool) -> tuple[Answer, bytes]:
+def read_answer(data: bytes | bytearray, method: bytes, ended: bool) -> tuple[Answer, bytes]:
     """The first final answer of `data` to a request of `method`, and the rest; `ended`: nothing will follow `data`.
     Raises Malformed or Incomplete."""
     interim: list[Answer] = []
@@ -141,7 +141,7 @@ def read_answer(data: bytes, method: bytes, ended: bool) -> tuple[Answer, bytes]
         return Answer(headers, body, framing, status, minor, interim, complete), bytes(data[at:])
 
 
-def _head(data: bytes, pattern: object) -> tuple[re.Match[bytes], list[Header], int]:
+def _head(data: bytes | bytearray, pattern: object) -> tuple[re.Match[bytes], list[Header], int]:
     start = 0
     while data[start : start + 1] in (b"\r", b"\n"):  # 2.2, 3: an empty line before a message is ignored
         start += 1
@@ -173,13 +173,13 @@ def _framing(headers: list[Header]) -> tuple[int | None, bool]:
     return (int(lengths[0]) if lengths else None), bool(codings)
 
 
-def _exactly(data: bytes, at: int, length: int) -> tuple[bytes, int]:
+def _exactly(data: bytes | bytearray, at: int, length: int) -> tuple[bytes, int]:
     if len(data) < at + length:
         raise Incomplete
     return bytes(data[at : at + length]), at + length
 
 
-def _chunked(data: bytes, at: int) -> tuple[bytes, int]:
+def _chunked(data: bytes | bytearray, at: int) -> tuple[bytes, int]:
     """7.1. Extensions and trailers are read over."""
     spans = []
     while True:
@@ -202,7 +202,7 @@ def _chunked(data: bytes, at: int) -> tuple[bytes, int]:
             raise Malformed("7.1.2: a trailer")
 
 
-def _chunks_of(data: bytes, at: int) -> bytes:
+def _chunks_of(data: bytes | bytearray, at: int) -> bytes:
     """What there is of a chunked body that was cut."""
     body = b""
     while (end := data.find(b"\r\n", at)) >= 0:
@@ -212,7 +212,7 @@ def _chunks_of(data: bytes, at: int) -> bytes:
     return body
 
 
-def _line(data: bytes, at: int) -> tuple[bytes, int]:
+def _line(data: bytes | bytearray, at: int) -> tuple[bytes, int]:
     end = data.find(b"\r\n", at)
     if end < 0:
         if b"\n" in data[at:] or b"\0" in data[at:]:

@@ -12,12 +12,13 @@ from typing import Any
 
 import httpx
 import uvloop
+from openai.types.chat import ChatCompletionMessageParam
 
 from mocker import cli
 from mocker.server import create_mock
 from mocker.settings import MockSettings
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "mock-model", "messages": HELLO}
 
 

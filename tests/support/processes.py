@@ -22,9 +22,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar, overload
 from urllib.parse import urlsplit
 
+from tests.support.tcp import free_ports
 from tests.support.wire import ask
 
 REPO = Path(__file__).parents[2]
@@ -117,6 +118,13 @@ class Process:
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
 
+class Place(Protocol):
+    """What answers at a URL."""
+
+    @property
+    def url(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class Worker:
     """A mock worker. Several may live in one process."""
@@ -167,7 +175,7 @@ class Processes:
     def workers(self, count: int, *options: str, apart: bool = False) -> list[Worker]:
         """Mock workers called w0, w1 ...: in one process, or each in its own (`apart`), so that one can be killed."""
         if apart:
-            started = [self.start("worker", "mocker", "--port", "0", *options) for _ in range(count)]
+            started = [self.start("worker", "mocker", "--port", str(port), *options) for port in free_ports(count)]
             places = [(process.urls(1)[0], process) for process in started]
         else:
             process = self.start("workers", "mocker", "--port", "0", "--count", str(count), *options)
@@ -181,7 +189,11 @@ class Processes:
 
     def replicas_with(self, *options: Sequence[str]) -> list[Replica]:
         """One replica for each list of options; all are ready."""
-        started = [self.start("replica", "app", "serve", "--port", "0", *each) for each in options]
+        ports = free_ports(len(options))
+        started = [
+            self.start("replica", "app", "serve", "--port", str(port), *each)
+            for port, each in zip(ports, options, strict=True)
+        ]
         replicas = [Replica(process.urls(1)[0], process) for process in started]
         for replica in replicas:
             _wait_ready(replica)
@@ -207,7 +219,7 @@ async def clear_faults(worker: Worker) -> None:
     await ask(worker.url, "DELETE", "/mock/faults")
 
 
-async def metrics(replica: Replica) -> dict[str, float]:
+async def metrics(replica: Place) -> dict[str, float]:
     """Every sample by its name with its labels, as Prometheus would read it."""
     text = (await ask(replica.url, target="/metrics")).body.decode()
     samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
@@ -223,6 +235,10 @@ def total(samples: dict[str, float], name: str, *labels: str) -> float:
     )
 
 
+@overload
+async def wait_until(predicate: Callable[[], Awaitable[T]], limit: float) -> T: ...
+@overload
+async def wait_until(predicate: Callable[[], T], limit: float) -> T: ...
 async def wait_until(predicate: Callable[[], T | Awaitable[T]], limit: float) -> T:
     """Ask until the answer is true, at most `limit` seconds; answers that answer. Raises AssertionError."""
     give_up_at = time.monotonic() + limit
@@ -231,7 +247,7 @@ async def wait_until(predicate: Callable[[], T | Awaitable[T]], limit: float) ->
         if inspect.isawaitable(answer):
             answer = await answer
         if answer:
-            return answer  # type: ignore[return-value]
+            return answer
         assert time.monotonic() < give_up_at, f"still {answer!r} after {limit} s"
         await asyncio.sleep(0.01)
 

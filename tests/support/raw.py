@@ -1,7 +1,9 @@
-"""A router as `coatcheck serve` runs it, between a client and a worker that speak bytes.
+"""A client and a worker that speak bytes, and between them a router as `coatcheck serve` runs it.
 
-The router runs in a thread, on a loop of its own, and is known only by its ports: what it is made of may change without
-a word here. Both ends are sockets without any stream in between, so that what came before a reset is not lost.
+Well-behaved clients and servers cannot show how the router takes what is wrong on the wire: odd framing, silence, a
+close at a given byte. Both ends here are sockets without any stream in between, so that what came before a reset is not
+lost. The router (`Live`) runs in a thread, on a loop of its own, and is known only by its ports: what it is made of may
+change without a word here.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ OK_NORMAL = b"200\r\ncontent-type: application/json\r\n\r\n{}"
 """As `Answer.normal` has it."""
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
+DONE = b"data: [DONE]\n\n"
 POST = b"POST /v1/x HTTP/1.1\r\nhost: r.example\r\n"
 
 
@@ -55,8 +58,10 @@ class End:
     def __init__(self, raw: socket.socket) -> None:
         self.raw = raw
         self.buffer = bytearray()
+        self.sent = 0
+        """Bytes that the kernel has taken, to a block."""
         self.ended = ""
-        """How the other side has ended: "closed" or "reset"."""
+        """How the other side has ended: "closed" or "reset"; or "left", by `close` or `reset` here."""
         raw.setblocking(False)
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -65,10 +70,13 @@ class End:
         for number, piece in enumerate(pieces):
             if number:
                 await asyncio.sleep(pause)
-            async with asyncio.timeout(LIMIT):
-                await asyncio.get_running_loop().sock_sendall(self.raw, piece)
+            for at in range(0, len(piece), _BLOCK):
+                block = piece[at : at + _BLOCK]
+                async with asyncio.timeout(LIMIT):
+                    await asyncio.get_running_loop().sock_sendall(self.raw, block)
+                self.sent += len(block)
 
-    async def more(self, limit: float = LIMIT) -> bool:
+    async def more(self, limit: float | None = LIMIT) -> bool:
         """Whether something came. Raises TimeoutError."""
         if self.ended:
             return False
@@ -111,17 +119,23 @@ class End:
             pass
         return self._take(len(self.buffer))
 
+    async def gone(self) -> None:
+        """Wait until the other side ends, however long, and whatever it says."""
+        while await self.more(None):
+            self.buffer.clear()
+
     def finish_sending(self) -> None:
         self.raw.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
+        self.ended = self.ended or "left"
         self.raw.close()
 
     def reset(self) -> None:
         """Close as a process does that was killed."""
         with contextlib.suppress(OSError):
             self.raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.raw.close()
+        self.close()
 
     def _take(self, size: int) -> bytes:
         taken = bytes(self.buffer[:size])
@@ -160,9 +174,10 @@ class Peer(End):
             try:
                 request, rest = http_model.read_request(self.buffer)
             except Incomplete:
-                if not await self.more():
+                if not await self.more(LIMIT if self.buffer else None):
                     raise ConnectionError("the router closed the connection") from None
             else:
+                self.worker.heads.append(bytes(self.buffer.partition(b"\r\n\r\n")[0]) + b"\r\n\r\n")
                 self.buffer[:] = rest
                 self.worker.requests.append(request)
                 self.worker.carriers.append(self.number)
@@ -173,6 +188,10 @@ class Peer(End):
         head = await self.until(b"\r\n\r\n")
         self.worker.heads.append(head)
         return head
+
+    async def chunk(self, *pieces: bytes) -> None:
+        """Each piece as one chunk."""
+        await self.send(*map(chunk, pieces), pause=0)
 
 
 Script = Callable[[Peer], Awaitable[None]]
@@ -189,6 +208,18 @@ def answers(*pieces: bytes) -> Script:
     return script
 
 
+def tells(*pieces: bytes, stays: bool = True) -> Script:
+    """One answer to one request; then the worker closes, or stays until the router leaves."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(*pieces)
+        if stays:
+            await peer.gone()
+
+    return script
+
+
 async def echoes(peer: Peer) -> None:
     """Says each request's body back."""
     while True:
@@ -196,39 +227,67 @@ async def echoes(peer: Peer) -> None:
         await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(request.body), request.body))
 
 
-class Worker:
-    """Plays `script` once for each connection, which is closed when the script ends."""
+def to_each(script: Callable[[Peer, Request], Awaitable[None]]) -> Script:
+    """The same script for every request."""
 
-    def __init__(self, listener: socket.socket, script: Script) -> None:
-        self._listener, self._script = listener.dup(), script
+    async def played(peer: Peer) -> None:
+        while True:
+            await script(peer, await peer.request())
+
+    return played
+
+
+class Worker:
+    """Does exactly what its scripts say: one is played for each connection, which is closed when it ends.
+
+    `scripts`: for the first connections in turn; the last one for all others. `listener`: listens already, and goes on
+    to when this has ended, so that many tests can use one router; else the worker has a loopback port of its own.
+    """
+
+    def __init__(self, *scripts: Script, listener: socket.socket | None = None) -> None:
+        self._scripts = scripts
+        self._listener = listener.dup() if listener else socket.create_server(("127.0.0.1", 0), backlog=512)
         self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
         self.requests: list[Request] = []
         """Whole ones, in the order of their ends."""
         self.carriers: list[int] = []
         """The numbers of the connections that they came by."""
         self.heads: list[bytes] = []
-        """Of requests whose body was left to the script."""
+        """As they came; of requests, too, whose body was left to the script."""
         self.peers: list[Peer] = []
+        """Every connection that there was."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._faults: list[BaseException] = []
 
     @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
     def normals(self) -> list[bytes]:
         return [request.normal for request in self.requests]
+
+    @property
+    def sent(self) -> int:
+        return sum(peer.sent for peer in self.peers)
 
     async def __aenter__(self) -> Self:
         self._spawn(self._accept())
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: Any) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for peer in self.peers:
-            peer.close()
-        self._listener.close()
+        await self.die()
         if kind is None and self._faults:
             raise self._faults[0]
+
+    async def die(self) -> None:
+        """As a process does: nobody listens any more, and its connections are gone. Within a script, that goes on."""
+        others = self._tasks - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._listener.close()
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
@@ -238,12 +297,13 @@ class Worker:
     async def _accept(self) -> None:
         while True:
             raw, _ = await asyncio.get_running_loop().sock_accept(self._listener)
-            self.peers.append(Peer(raw, self, len(self.peers)))
-            self._spawn(self._play(self.peers[-1]))
+            peer = Peer(raw, self, len(self.peers))
+            self.peers.append(peer)
+            self._spawn(self._play(peer, self._scripts[min(peer.number, len(self._scripts) - 1)]))
 
-    async def _play(self, peer: Peer) -> None:
+    async def _play(self, peer: Peer, script: Script) -> None:
         try:
-            await self._script(peer)
+            await script(peer)
         except ConnectionError:
             pass  # the router may leave at any time
         except Exception as fault:
@@ -303,7 +363,7 @@ class Live:
     async def worker(self, script: Script, *, number: int = 0) -> AsyncIterator[Worker]:
         """A worker until the block is left; then the router must be at rest."""
         try:
-            async with Worker(self._listeners[number], script) as worker:
+            async with Worker(script, listener=self._listeners[number]) as worker:
                 yield worker
             await self.rest()
         except BaseException:
@@ -382,6 +442,19 @@ async def until(
             return
         assert time.monotonic() < give_up_at, what
         await asyncio.sleep(0.002)
+
+
+async def still(count: Callable[[], int], quiet_for: float = 0.1) -> None:
+    """Wait until a number has stood still for a while, as what is sent does when every buffer is full."""
+    last, since = -1, 0.0
+
+    def stands() -> bool:
+        nonlocal last, since
+        if count() != last:
+            last, since = count(), time.monotonic()
+        return time.monotonic() - since > quiet_for
+
+    await until(stands, what="it does not come to a stop")
 
 
 def openai_error(answer: Answer, statuses: Sequence[int], code: str | None = None) -> None:

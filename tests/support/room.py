@@ -1,7 +1,7 @@
 """What the tests of session semantics stand in: replicas of the router, wired as in production, over one claim store of
 any kind, in front of workers that note what reached them.
 
-A request says by `x-test` how the worker is to answer: a status; `hold` (an event stream that goes on at `Worker.go`);
+A request says by `x-test` how the worker is to answer: a status; `hold` (an event stream that goes on at its `go`);
 `break` (a stream that is reset); `drop` (the connection is closed without an answer); `silent` (nothing comes);
 `crash:NAME` (the worker of that name is gone without an answer).
 """
@@ -18,82 +18,62 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 
 from app.config import Settings
 from app.main import Router, create_app
+from app.serve import Server
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import new_key
 from backends import open_store
 from backends.base import Claim, ClaimStore, ClaimValue
 from backends.memory import MemoryStore
-from tests.support.fakes import AsgiClient, ByteWorker, Peer, ScriptedStore, until
+from tests.support.bench import all_closed, at_rest
+from tests.support.client import Call, Entrance
+from tests.support.fakes import ScriptedStore
+from tests.support.http_model import Request
+from tests.support.raw import DONE, END, OK, STREAM, Peer, Worker, chunk, to_each, until
 
 JSON = {"content-type": "application/json"}
-_STREAM = (
-    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n9\r\ndata: a\n\n\r\n"
-)
-_DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
 
-class Worker(ByteWorker):
+class NotingWorker(Worker):
     """Notes the headers of each turn that reaches it in `turns`; one that comes twice as one list."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(self._serve)
+        super().__init__(to_each(self._serve))
         self.name = name
         self.turns: list[dict[str, str]] = []
         self.go = asyncio.Event()
 
-    async def die(self) -> None:
-        """As a process does: nobody listens any more, and its connections are gone."""
-        assert self._server is not None
-        self._server.close()
-        for task in tuple(self._tasks):
-            if task is not asyncio.current_task():
-                task.cancel()
-        while True:  # uvloop closes a little later
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            except OSError:
-                return
-            writer.close()
-            await asyncio.sleep(0.001)
-
-    async def _serve(self, peer: Peer) -> None:
-        while True:
-            head, _ = await peer.request()
-            pairs = (line.partition(":") for line in head.decode().split("\r\n")[1:] if line)
-            headers: dict[str, str] = {}
-            for name, _, value in pairs:
-                earlier = headers.get(name.lower())
-                headers[name.lower()] = value.strip() if earlier is None else f"{earlier}, {value.strip()}"
-            self.turns.append(headers)
-            match headers.get("x-test", "200"):
-                case "hold":
-                    await peer.send(_STREAM)
-                    await self.go.wait()
-                    await peer.send(_DONE)
-                case "break":
-                    await peer.send(_STREAM)
+    async def _serve(self, peer: Peer, request: Request) -> None:
+        headers: dict[str, str] = {}
+        for name, value in request.headers:
+            earlier = headers.get(name.decode())
+            headers[name.decode()] = value.decode() if earlier is None else f"{earlier}, {value.decode()}"
+        self.turns.append(headers)
+        match headers.get("x-test", "200"):
+            case "hold":
+                await peer.send(STREAM + chunk(b"data: a\n\n"))
+                await self.go.wait()
+                await peer.send(chunk(DONE) + END)
+            case "break":
+                await peer.send(STREAM + chunk(b"data: a\n\n"))
+                peer.reset()
+            case "drop":
+                peer.close()
+            case "silent":
+                await peer.gone()
+            case what if what.startswith("crash:"):
+                if self.name in what.removeprefix("crash:").split(","):
+                    await self.die()
                     peer.reset()
-                    return
-                case "drop":
-                    return
-                case "silent":
-                    await peer.gone()
-                    return
-                case what if what.startswith("crash:"):
-                    if self.name in what.removeprefix("crash:").split(","):
-                        await self.die()
-                        peer.reset()
-                        return
-                    await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
-                case status:
-                    await peer.send(b"HTTP/1.1 %b X\r\ncontent-length: 2\r\n\r\n{}" % status.encode())
+                else:
+                    await peer.send(OK)
+            case status:
+                await peer.send(b"HTTP/1.1 %b X\r\ncontent-length: 2\r\n\r\n{}" % status.encode())
 
 
-class Turn(AsgiClient):
+class Turn(Call):
     """One request to a replica, and what it was answered."""
 
     def said(self, name: str) -> str | None:
@@ -113,10 +93,6 @@ class Turn(AsgiClient):
         return self.said("x-coatcheck-affinity")
 
     @property
-    def json(self) -> Any:
-        return msgspec.json.decode(self.body)
-
-    @property
     def refusal(self) -> tuple[int, str]:
         """Status and code of an error of the router."""
         error = self.json["error"]
@@ -129,14 +105,16 @@ class Room:
 
     def __init__(self, truth: ClaimStore) -> None:
         self.truth = truth
-        self.workers: list[Worker] = []
+        self.workers: list[NotingWorker] = []
         self.replicas: list[Router] = []
+        self.entrances: list[Entrance] = []
+        """Of the replicas, for their clients."""
         self.stores: list[ScriptedStore] = []
         self._fresh = itertools.count()
 
     def start(self, session: str | None = None, *, at: int = 0, final: bool = False, **how: Any) -> Turn:
         """Begin a turn at replica `at`. `headers`: more of them, `again`: such as are there already; `test`: what
-        the worker is to do; `key`: the API key; `peer`: the address that it comes from; the rest as AsgiClient."""
+        the worker is to do; `key`: the API key; `peer`: the address that it comes from; the rest as for Call."""
         headers: dict[str, str] = dict(how.pop("headers", {}))
         again: list[tuple[str, str]] = how.pop("again", [])
         if session is not None:
@@ -147,12 +125,8 @@ class Room:
             headers["x-test"] = how.pop("test")
         if "key" in how:
             headers["authorization"] = f"Bearer {how.pop('key')}"
-        peer = how.pop("peer", "127.0.0.1")
         pairs = [(name.lower().encode(), value.encode()) for name, value in (*headers.items(), *again)]
-        turn = Turn(self.replicas[at], headers=pairs, **how)
-        turn.scope["client"] = (peer, 1)
-        turn.start()
-        return turn
+        return Turn(self.entrances[at], pairs, **how).start()
 
     async def turn(self, session: str | None = None, **how: Any) -> Turn:
         """A whole one."""
@@ -214,7 +188,7 @@ class Room:
     def served_count(self) -> int:
         return sum(map(len, self.served.values()))
 
-    def worker(self, name: str | None) -> Worker:
+    def worker(self, name: str | None) -> NotingWorker:
         return next(worker for worker in self.workers if worker.name == name)
 
     def release(self) -> None:
@@ -231,11 +205,8 @@ class Room:
     async def rest(self) -> None:
         """Whatever happened, everything was given back."""
         for app in self.replicas:
-            await until(lambda app=app: not len(app.turns) and not app.affinity._resolutions)  # type: ignore[misc]
+            await at_rest(lambda app=app: len(app.turns), app.affinity, app.fleet)  # type: ignore[misc]
             await until(lambda app=app: not app.affinity.pending_closes)  # type: ignore[misc]
-            await until(lambda app=app: all(w.pool.open == w.pool.idle for w in app.fleet))  # type: ignore[misc]
-            assert [(w.in_flight, w.reserved) for w in app.fleet] == [(0, 0)] * len(app.fleet)
-            assert app.affinity.active_turns == 0
 
 
 class Rooms:
@@ -264,15 +235,18 @@ class Rooms:
 
             room = Room(await store())
             for number in range(workers):
-                room.workers.append(await stack.enter_async_context(Worker(f"w{number}")))
+                room.workers.append(await stack.enter_async_context(NotingWorker(f"w{number}")))
             ranks = f",dp={dp}" if dp else ""
             spoken = tuple(f"http://127.0.0.1:{each.port},name={each.name}{ranks}" for each in room.workers)
             for number in range(replicas):
                 scripted = ScriptedStore(await store(), stamps=True)
                 values = {"worker": spoken, "claims": "memory://", "replica": f"r{number}", **settings}
-                app = create_app(Settings.flat(**values), store=scripted)
+                made = Settings.flat(**values)
+                app = create_app(made, store=scripted)
                 await stack.enter_async_context(app.router.lifespan_context(app))
                 room.replicas.append(app)
+                room.entrances.append(Entrance(Server(app, made).config))
+                stack.push_async_callback(room.entrances[-1].close)
                 room.stores.append(scripted)
             for app in room.replicas:
                 await until(lambda app=app: app.affinity.watching)  # type: ignore[misc]
@@ -281,6 +255,8 @@ class Rooms:
             finally:
                 room.release()
             await room.rest()
+        for app in room.replicas:
+            await all_closed(app.fleet)
 
     def keys(self, *tenants: str) -> tuple[Path, list[str]]:
         """A file of API keys, and a key for each tenant."""
@@ -294,7 +270,7 @@ Row = Callable[[Rooms], Awaitable[None]]
 
 
 class Sentences(dict[str, Row]):
-    """A table of sentences of `docs/sessions.md`, each with what shows that it is true:
+    """A table of sentences of the README, each with what shows that it is true:
 
     @says("A sentence.")
     async def _(rooms: Rooms) -> None: ...

@@ -1,20 +1,53 @@
-"""A TCP proxy that loses what it is told to lose: the network's part in a lost reply."""
+"""The network's part: ports that stay ours, and a TCP proxy that loses what it is told to lose."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import random
+import socket
+import ssl
 from types import TracebackType
 from typing import Self
 
+_FIRST_PORT, _SHARE, _SHARES = 20_000, 2_000, 6
+"""All below those that Linux gives to connections (`ip_local_port_range`)."""
+_given: set[int] = set()
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports for servers that bind them later, or again after they were killed.
+
+    No connection takes one of these meanwhile, none is given twice, and the processes of one parallel run draw from
+    shares of their own.
+    """
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = _FIRST_PORT + number % _SHARES * _SHARE
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(first, first + _SHARE)
+        with socket.socket() as holder, contextlib.suppress(OSError):
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
+            holder.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                found.append(port)
+    return found
+
 
 class TcpProxy:
-    """Listens on a free loopback port and passes bytes to and from `host:port`."""
+    """Listens on a free loopback port, or `listener`, and passes bytes to and from `host:port`; with `tls`, what comes
+    is TLS and ends here."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(
+        self, host: str, port: int, *, listener: socket.socket | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.host = host
         self.upstream_port = port
         self.port = 0
+        self._listener = listener.dup() if listener else socket.create_server(("127.0.0.1", 0))
+        self._tls = tls
         self.drop_replies = False
         """Requests arrive, answers do not."""
         self._server: asyncio.Server | None = None
@@ -22,7 +55,7 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, sock=self._listener, ssl=self._tls)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -66,5 +99,5 @@ class TcpProxy:
             if not (replies and self.drop_replies):
                 writer.write(data)
                 await writer.drain()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, NotImplementedError):  # TLS has no half that could be closed
             writer.write_eof()

@@ -16,8 +16,9 @@ from app.errors import TurnError
 from app.fleet.policies import Policy, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
-from app.sessions.affinity import ANYWHERE, Affinity, Entry, Placement, StoreState
+from app.sessions.affinity import ANYWHERE, Affinity, Binding, Placement
 from app.sessions.identity import KeyHasher
+from app.sessions.upkeep import StoreState
 from backends.base import (
     LIFETIME,
     ClaimValue,
@@ -62,7 +63,7 @@ class Replica:
         self.affinity = Affinity(
             store,
             self.fleet,
-            policy or least_loaded(),
+            policy or least_loaded,
             self.metrics,
             replica=name,
             ttl=ttl,
@@ -75,25 +76,48 @@ class Replica:
         assert found is not None
         return found
 
-    async def turn(self, key: str = KEY, placement: Placement = ANYWHERE) -> tuple[Entry, str]:
-        """Bind as the proxy does."""
-        entry = self.affinity.bind_cached(key)
-        if entry is not None:
-            return entry, "cached"
-        return await self.affinity.bind(key, placement)
+    async def turn(self, key: str = KEY, placement: Placement = ANYWHERE, *, final: bool = False) -> Binding:
+        """Bind as a turn does."""
+        binding = self.affinity.session(key, final=final)
+        try:
+            if not binding.bind_cached():
+                await binding.bind(placement)
+        except BaseException:
+            binding.release()
+            raise
+        return binding
 
     async def visit(self, key: str = KEY, placement: Placement = ANYWHERE) -> tuple[str, str]:
         """A whole turn: the worker's name and the outcome."""
-        entry, how = await self.turn(key, placement)
-        name = entry.target.worker.name
-        self.affinity.release(entry)
-        return name, how
+        turn = await self.turn(key, placement)
+        turn.release()
+        return turn.target.worker.name, turn.how
+
+    def known(self, key: str = KEY) -> bool:
+        """Whether a turn would be bound without I/O."""
+        turn = self.affinity.session(key, final=False)
+        bound = turn.bind_cached()
+        turn.release()
+        return bound
+
+    def turns(self, key: str = KEY) -> int:
+        """Of one session."""
+        entry = self.affinity._entries.find(key)
+        return 0 if entry is None else entry.active
+
+    def resolving(self, key: str = KEY) -> asyncio.Task[object]:
+        """The task that resolves a session now."""
+        return self.affinity._flights._flights[key].task
+
+    @property
+    def reserved(self) -> list[int]:
+        return [sum(target.reserved for target in worker.targets) for worker in self.fleet]
 
     def assert_quiet(self) -> None:
         assert self.affinity.active_turns == 0
-        assert [worker.reserved for worker in self.fleet] == [0] * len(self.fleet)
-        assert not self.affinity._active
-        assert not self.affinity._resolutions
+        assert self.reserved == [0] * len(self.fleet)
+        assert not self.affinity._entries.active
+        assert not self.affinity._flights
 
 
 @contextlib.asynccontextmanager
@@ -150,16 +174,16 @@ async def test_concurrent_first_turns_share_one_resolution() -> None:
     async with running(store) as r:
         turns = [asyncio.create_task(r.turn()) for _ in range(100)]
         await settle()
-        assert sum(worker.reserved for worker in r.fleet) == 1
+        assert sum(r.reserved) == 1
         store.before["create"].set()
         bound = await asyncio.gather(*turns)
         assert store.calls["create"] == 1
-        assert {id(entry) for entry, _ in bound} == {id(bound[0][0])}
-        assert Counter(how for _, how in bound) == {"created": 1, "cached": 99}
+        assert {turn.target for turn in bound} == {bound[0].target}
+        assert Counter(turn.how for turn in bound) == {"created": 1, "cached": 99}
         assert r.affinity.active_turns == 100
-        assert sum(worker.reserved for worker in r.fleet) == 0
-        for entry, _ in bound:
-            r.affinity.release(entry)
+        assert sum(r.reserved) == 0
+        for turn in bound:
+            turn.release()
 
 
 @in_virtual_time
@@ -174,10 +198,10 @@ async def test_waiters_leave_one_by_one_and_the_rest_are_served() -> None:
             await settle()
             assert gone.cancelled()
         store.before["create"].set()
-        entry, _ = await turns[4]
+        served = await turns[4]
         assert store.calls["create"] == 1
-        assert entry.active == 1
-        r.affinity.release(entry)
+        assert r.turns() == 1
+        served.release()
 
 
 @in_virtual_time
@@ -208,9 +232,9 @@ async def test_newcomer_joins_a_resolution_that_is_being_cancelled() -> None:
         second = asyncio.create_task(r.turn())
         await settle()
         store.before["create"].set()
-        entry, how = await second
-        assert (how, entry.active) == ("created", 1)
-        r.affinity.release(entry)
+        served = await second
+        assert (served.how, r.turns()) == ("created", 1)
+        served.release()
 
 
 @in_virtual_time
@@ -234,7 +258,7 @@ async def test_failed_initialiser_hands_over() -> None:
         assert store.calls["create"] == 1
         for result in results:
             if not isinstance(result, BaseException):
-                r.affinity.release(result[0])
+                result.release()
 
 
 @in_virtual_time
@@ -291,10 +315,10 @@ async def test_claims_being_made_count_as_load() -> None:
     async with running(store) as r:
         turns = [asyncio.create_task(r.turn(key_of(n))) for n in range(30)]
         await settle()
-        assert [worker.reserved for worker in r.fleet] == [10, 10, 10]
+        assert r.reserved == [10, 10, 10]
         store.before["create"].set()
-        for entry, _ in await asyncio.gather(*turns):
-            r.affinity.release(entry)
+        for turn in await asyncio.gather(*turns):
+            turn.release()
 
 
 @in_virtual_time
@@ -305,9 +329,9 @@ async def test_rank_of_a_claim_is_kept_and_an_unknown_one_is_replaced() -> None:
         worker.targets = (Target(worker, 0), Target(worker, 1))
         await store.create_or_get(key_of(0), ClaimValue(worker="a", rank=0), TTL)
         await store.create_or_get(key_of(1), ClaimValue(worker="a", rank=7), TTL)
-        entry, how = await r.turn(key_of(0))
-        assert (entry.target.rank, how) == (0, "stored")
-        r.affinity.release(entry)
+        turn = await r.turn(key_of(0))
+        assert (turn.target.rank, turn.how) == (0, "stored")
+        turn.release()
         assert (await r.visit(key_of(1)))[1] == "rebound"
 
 
@@ -454,15 +478,15 @@ async def test_delete_of_an_active_session_makes_the_next_turn_read() -> None:
     inner = memory()
     store = scripted(inner)
     async with running(store, policy=first_of("a")) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn()
         claim = await inner.get(KEY)
         assert claim is not None
         await inner.close(claim)
         await settle()
         await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)
         assert await r.visit() == ("b", "stored")
-        assert entry.active == 1
-        r.affinity.release(entry)
+        assert r.affinity.active_turns == 0  # of what stands; the first turn's own was replaced
+        turn.release()
         assert await r.visit() == ("b", "cached")
 
 
@@ -483,9 +507,9 @@ async def test_delete_during_a_resolution_leaves_its_answer_unproven(ordered: bo
         store.emit(deleted(claim) if ordered else Deleted(KEY))
         await settle()
         store.after["create"].set()
-        entry, _ = await turn
-        assert r.affinity.bind_cached(KEY) is None
-        r.affinity.release(entry)
+        served = await turn
+        assert not r.known()
+        served.release()
         assert (await r.visit())[1] == "created"
 
 
@@ -501,14 +525,12 @@ async def test_delete_between_the_answer_and_its_waiters_is_not_lost() -> None:
         assert claim is not None
         store.deaf = True
         await inner.close(claim)
-        resolution = r.affinity._resolutions[KEY]
-        assert resolution.task is not None
-        # Runs in the very step in which the answer is there and no waiter has been woken yet.
-        resolution.task.add_done_callback(lambda _: r.affinity._deleted(deleted(claim)))
+        # Runs when the answer is there and no waiter has been woken yet.
+        r.resolving().add_done_callback(lambda _: r.affinity._entries.deleted(deleted(claim)))
         gate.set()
-        entry, _ = await turn
-        assert r.affinity.bind_cached(KEY) is None
-        r.affinity.release(entry)
+        served = await turn
+        assert not r.known()
+        served.release()
 
 
 @in_virtual_time
@@ -516,25 +538,23 @@ async def test_close_between_the_answer_and_its_waiters_waits_for_them() -> None
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        final, _ = await r.turn()
+        final = await r.turn(final=True)
         store.emit(Reset())
         await settle()
         gate = store.after["get"] = asyncio.Event()
         joining = asyncio.create_task(r.turn())
         await settle()
-        resolution = r.affinity._resolutions[KEY]
-        assert resolution.task is not None
 
         def end_final(_: object) -> None:
-            final.closing = True
-            r.affinity.release(final)
+            final.answered(200)
+            final.release()
 
-        resolution.task.add_done_callback(end_final)
+        r.resolving().add_done_callback(end_final)
         gate.set()
-        entry, _ = await joining
-        assert entry is final
+        joined = await joining
+        assert r.turns() == 1
         assert store.calls["close"] == 0  # the last one out closes, and that is the joiner now
-        r.affinity.release(entry)
+        joined.release()
         await settle()
         assert store.calls["close"] == 1
         assert await inner.get(KEY) is None
@@ -545,20 +565,18 @@ async def test_final_turn_that_ends_while_another_reads_its_claim_leaves_the_clo
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        final, _ = await r.turn()
+        final = await r.turn(final=True)
         store.emit(Reset())
         await settle()
         gate = store.before["get"] = asyncio.Event()
         joining = asyncio.create_task(r.turn())
         await settle()
-        final.closing = True
-        r.affinity.release(final)
+        final.answered(200)
+        final.release()
         await settle()
         assert store.calls["close"] == 0
         gate.set()
-        entry, _ = await joining
-        assert entry is final
-        r.affinity.release(entry)
+        (await joining).release()
         await settle()
         assert await inner.get(KEY) is None
 
@@ -568,14 +586,14 @@ async def test_final_turn_that_ends_while_another_gives_up_is_closed_all_the_sam
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        final, _ = await r.turn()
+        final = await r.turn(final=True)
         store.emit(Reset())
         await settle()
         store.before["get"] = asyncio.Event()
         joining = asyncio.create_task(r.turn())
         await settle()
-        final.closing = True
-        r.affinity.release(final)
+        final.answered(200)
+        final.release()
         joining.cancel()
         await settle()
         assert await inner.get(KEY) is None
@@ -622,7 +640,7 @@ async def test_claim_that_may_have_expired_is_read_before_use() -> None:
         await r.visit()
         store.deaf = True
         await asyncio.sleep(10.0 * LIFETIME + 0.1)
-        assert r.affinity.bind_cached(KEY) is None
+        assert not r.known()
         assert (await r.visit())[1] == "created"
 
 
@@ -647,15 +665,14 @@ async def test_cache_is_bounded_by_use_and_falls_back_to_reads() -> None:
 @in_virtual_time
 async def test_active_sessions_are_never_evicted() -> None:
     async with running(scripted(), capacity=5) as r:
-        held = [(await r.turn(key_of(n)))[0] for n in range(10)]
+        held = [await r.turn(key_of(n)) for n in range(10)]
         assert r.affinity.size == 10
         for n in range(20, 30):
             await r.visit(key_of(n))
-        for n, entry in enumerate(held):
-            assert r.affinity.bind_cached(key_of(n)) is entry
-        for entry in held:
-            r.affinity.release(entry)
-            r.affinity.release(entry)
+        for n, turn in enumerate(held):
+            assert r.known(key_of(n))
+            assert r.turns(key_of(n)) == 1
+            turn.release()
         assert r.affinity.size == 5
 
 
@@ -673,10 +690,10 @@ async def test_claim_lives_its_ttl_after_the_last_turn_and_is_renewed_sparingly(
         began = loop.time()
         placed = 0
         for _ in range(1500):
-            entry, how = await r.turn()
-            placed += how == "created"
+            turn = await r.turn()
+            placed += turn.how == "created"
             await asyncio.sleep(rng.choice([0.1, 1, 10, 100, 10_000 * (rng.random() < 0.02)]))
-            r.affinity.release(entry)
+            turn.release()
             await settle()
             claim = await inner.get(KEY)
             assert claim is not None
@@ -707,15 +724,17 @@ async def test_long_turn_keeps_its_claim() -> None:
     store = scripted(inner)
     loop = asyncio.get_running_loop()
     async with running(store) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn()
+        first = await inner.get(KEY)
+        assert first is not None
         began = loop.time()
         while loop.time() < began + 20 * TTL:
             await asyncio.sleep(100)
             claim = await inner.get(KEY)
             assert claim is not None
-            assert claim.value.nonce == entry.claim.value.nonce  # type: ignore[union-attr]
+            assert claim.value.nonce == first.value.nonce
             assert claim.expires_at > loop.time() + 0.9 * TTL
-        r.affinity.release(entry)
+        turn.release()
         await settle()
         assert store.calls["renew"] <= 4 * 20 + 2
 
@@ -754,7 +773,7 @@ async def test_failed_renewal_is_tried_again() -> None:
     store = scripted(inner)
     loop = asyncio.get_running_loop()
     async with running(store) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn()
         store.broken["renew"] = Undone("late")
         await asyncio.sleep(TTL)
         store.broken.clear()
@@ -762,7 +781,7 @@ async def test_failed_renewal_is_tried_again() -> None:
         claim = await inner.get(KEY)
         assert claim is not None
         assert claim.expires_at > loop.time() + TTL
-        r.affinity.release(entry)
+        turn.release()
 
 
 # -- the final turn
@@ -773,15 +792,15 @@ async def test_final_close_is_awaited_and_the_next_turn_is_new() -> None:
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        entry, _ = await r.turn()
-        entry.closing = True
-        await r.affinity.close(entry)
+        turn = await r.turn(final=True)
+        turn.answered(200)
+        await turn.close()
         assert await inner.get(KEY) is None
-        r.affinity.release(entry)
+        turn.release()
         await settle()
         assert store.calls["close"] == 1
         assert (await r.visit())[1] == "created"
-        assert r.metrics.closes.cells == {("closed",): 1}
+        assert +Counter(r.metrics.closes.cells) == {("closed",): 1}
 
 
 @in_virtual_time
@@ -789,19 +808,18 @@ async def test_last_one_out_closes_and_joiners_join_meanwhile() -> None:
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        final, _ = await r.turn()
-        other, _ = await r.turn()
-        assert other is final
-        final.closing = True
-        r.affinity.release(final)
+        final = await r.turn(final=True)
+        other = await r.turn()
+        final.answered(200)
+        final.release()
         store.emit(Reset())  # whatever else is known, the turns that are here decide where
         await settle()
-        joiner, how = await r.turn()
-        assert (joiner, how) == (final, "cached")
-        r.affinity.release(other)
+        joiner = await r.turn()
+        assert (joiner.target, joiner.how, r.turns()) == (final.target, "cached", 2)
+        other.release()
         await settle()
         assert await inner.get(KEY) is not None
-        r.affinity.release(joiner)
+        joiner.release()
         await settle()
         assert await inner.get(KEY) is None
         assert store.calls["close"] == 1
@@ -813,13 +831,13 @@ async def test_close_is_bounded_then_tried_until_it_is_done() -> None:
     store = scripted(inner)
     loop = asyncio.get_running_loop()
     async with running(store, close_limit=2.0) as r:
-        entry, _ = await r.turn()
-        entry.closing = True
+        turn = await r.turn(final=True)
+        turn.answered(200)
         store.broken["close"] = Undone("late")
         began = loop.time()
-        await r.affinity.close(entry)
+        await turn.close()
         assert loop.time() - began == pytest.approx(2.0)
-        r.affinity.release(entry)
+        turn.release()
         assert r.affinity.pending_closes == 1
         await asyncio.sleep(60)
         assert await inner.get(KEY) is not None
@@ -833,14 +851,14 @@ async def test_close_is_bounded_then_tried_until_it_is_done() -> None:
 async def test_pending_close_is_given_up_when_the_claim_has_expired() -> None:
     store = scripted()
     async with running(store, ttl=60.0) as r:
-        entry, _ = await r.turn()
-        entry.closing = True
+        turn = await r.turn(final=True)
+        turn.answered(200)
         store.broken["close"] = Undone("late")
-        await r.affinity.close(entry)
-        r.affinity.release(entry)
+        await turn.close()
+        turn.release()
         await asyncio.sleep(LIFETIME * 60 + 10)
         assert r.affinity.pending_closes == 0
-        assert r.metrics.closes.cells == {("expired",): 1}
+        assert +Counter(r.metrics.closes.cells) == {("expired",): 1}
 
 
 @in_virtual_time
@@ -848,19 +866,19 @@ async def test_late_close_cannot_remove_a_successor() -> None:
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn(final=True)
         old = await inner.get(KEY)
         assert old is not None
         gate = store.before["close"] = asyncio.Event()
-        entry.closing = True
-        await r.affinity.close(entry)
-        r.affinity.release(entry)
+        turn.answered(200)
+        await turn.close()
+        turn.release()
         await inner.close(old)  # somebody else did
         successor = (await inner.create_or_get(KEY, ClaimValue(worker="b"), TTL)).claim
         gate.set()
         await settle()
         assert await inner.get(KEY) == successor
-        assert r.metrics.closes.cells == {("superseded",): 1}
+        assert +Counter(r.metrics.closes.cells) == {("superseded",): 1}
 
 
 @in_virtual_time
@@ -868,24 +886,24 @@ async def test_new_turn_waits_for_the_pending_close_and_gets_a_new_claim() -> No
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn(final=True)
         old = await inner.get(KEY)
         assert old is not None
         gate = store.before["close"] = asyncio.Event()
-        entry.closing = True
-        r.affinity.release(entry)
+        turn.answered(200)
+        turn.release()
         await settle()
-        turn = asyncio.create_task(r.turn())
+        next_turn = asyncio.create_task(r.turn())
         await settle()
         assert store.calls["create"] == 1
-        assert not turn.done()
+        assert not next_turn.done()
         gate.set()
-        entry, how = await turn
-        assert how == "created"
+        turn = await next_turn
+        assert turn.how == "created"
         standing = await inner.get(KEY)
         assert standing is not None
         assert standing.revision != old.revision
-        r.affinity.release(entry)
+        turn.release()
 
 
 @in_virtual_time
@@ -893,13 +911,13 @@ async def test_close_whose_reply_was_lost_is_done_once() -> None:
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn(final=True)
         store.lost_replies["close"] = 1
-        entry.closing = True
-        await r.affinity.close(entry)
-        r.affinity.release(entry)
+        turn.answered(200)
+        await turn.close()
+        turn.release()
         assert await inner.get(KEY) is None
-        assert r.metrics.closes.cells == {("gone",): 1}
+        assert +Counter(r.metrics.closes.cells) == {("gone",): 1}
 
 
 @in_virtual_time
@@ -909,10 +927,10 @@ async def test_aclose_finishes_pending_closes_and_leaves_no_task() -> None:
     r = Replica(store, close_limit=2.0)
     r.affinity.start()
     for n in range(10):
-        entry, _ = await r.turn(key_of(n))
-        entry.closing = True
+        turn = await r.turn(key_of(n), final=True)
+        turn.answered(200)
         store.next_faults.setdefault("close", deque()).append(Undone("late"))
-        r.affinity.release(entry)
+        turn.release()
     await r.affinity.aclose()
     assert [await inner.get(key_of(n)) for n in range(10)] == [None] * 10
     await settle()
@@ -926,13 +944,133 @@ async def test_aclose_ends_closes_that_hang_and_their_successors() -> None:
     r.affinity.start()
     store.before["close"] = asyncio.Event()
     for _ in range(3):  # each waits for the one before
-        entry, _ = await r.turn()
-        entry.closing = True
-        r.affinity.release(entry)
+        turn = await r.turn(final=True)
+        turn.answered(200)
+        turn.release()
         await asyncio.sleep(3)
     await r.affinity.aclose()
     await settle()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+ENDS = (200, 204, 302, 400, 404, 422)
+KEEPS = (408, 409, 425, 429, 500, 502, 503, 504)
+
+
+@pytest.mark.parametrize("status", [*ENDS, *KEEPS])
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("who", ["the worker", "we before it is bound", "we after it is bound"])
+@in_virtual_time
+async def test_which_answers_end_a_session(status: int, final: bool, who: str) -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await r.visit()
+        turn = r.affinity.session(KEY, final=final)
+        if who != "we before it is bound":
+            assert turn.bind_cached()
+        if who == "the worker":
+            turn.answered(status)
+            assert turn.holds_end is (final and status in ENDS)
+            await turn.close()
+        else:
+            await turn.refused(status)
+        assert (await inner.get(KEY) is None) is (final and status in ENDS)  # before the turn is over
+        turn.release()
+        await settle()
+        assert (await inner.get(KEY) is None) is (final and status in ENDS)
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("bound", [True, False])
+@in_virtual_time
+async def test_final_turn_whose_client_left_ends_its_session(final: bool, bound: bool) -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await r.visit()
+        turn = r.affinity.session(KEY, final=final)
+        assert not bound or turn.bind_cached()
+        await turn.left()
+        turn.release()
+        await settle()
+        assert (await inner.get(KEY) is None) is final
+
+
+@in_virtual_time
+async def test_session_that_cannot_be_ended_ends_by_its_ttl() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.go_away()
+        turn = r.affinity.session(KEY, final=True)
+        await turn.refused(404)  # raises nothing
+        await turn.left()
+        turn.release()
+
+
+@in_virtual_time
+async def test_end_is_not_held_while_another_turn_is_here() -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        final, other = await r.turn(final=True), await r.turn()
+        final.answered(200)
+        assert not final.holds_end
+        await final.close()
+        assert await inner.get(KEY) is not None
+        final.release()
+        assert other.holds_end  # it is the last one now
+        await other.close()
+        assert await inner.get(KEY) is None
+        other.release()
+
+
+@in_virtual_time
+async def test_turn_is_given_back_once() -> None:
+    async with running(scripted()) as r:
+        one, two = await r.turn(), await r.turn()
+        one.release()
+        one.release()
+        assert r.turns() == 1
+        two.release()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("steps", range(8))
+@in_virtual_time
+async def test_turn_that_is_over_before_it_is_bound_holds_nothing(steps: int, known: bool) -> None:
+    """Its task is cancelled, or not even that, at any step of its way to the answer."""
+    store = scripted()
+    async with running(store) as r:
+        if known:
+            await r.visit()
+            store.emit(Reset())
+            await settle()
+        for cancelled in (True, False):
+            turn = r.affinity.session(KEY, final=False)
+            binding = asyncio.create_task(turn.bind(ANYWHERE))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            turn.release()
+            if cancelled:
+                binding.cancel()
+            await settle()
+            assert binding.done()
+            r.assert_quiet()
+
+
+@pytest.mark.parametrize("steps", range(8))
+@in_virtual_time
+async def test_turn_that_is_over_before_it_is_moved_holds_nothing(steps: int) -> None:
+    async with running(scripted(), policy=first_of("a")) as r:
+        turn, other = await r.turn(final=True), await r.turn()
+        turn.answered(200)
+        moving = asyncio.create_task(turn.rebind(frozenset({"a"}), ANYWHERE))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        turn.release()
+        moving.cancel()
+        await settle()
+        other.release()
+        await settle()
+        r.assert_quiet()
 
 
 # -- the store away
@@ -1028,7 +1166,7 @@ async def test_degraded_sessions_are_claimed_where_they_are_when_the_store_retur
     async with running(store) as r:
         store.go_away()
         places = {n: (await r.visit(key_of(n)))[0] for n in range(100)}
-        held, _ = await r.turn(key_of(0))
+        held = await r.turn(key_of(0))
         store.return_()
         await asyncio.sleep(3)
         assert r.affinity.state is StoreState.UP
@@ -1036,8 +1174,7 @@ async def test_degraded_sessions_are_claimed_where_they_are_when_the_store_retur
             claim = await inner.get(key_of(n))
             assert claim is not None
             assert claim.value.worker == worker
-        assert held.claim is not None  # the running turn's session as well
-        r.affinity.release(held)
+        held.release()  # the running turn's session was claimed as well
         assert (await r.visit(key_of(1)))[1] == "cached"
 
 
@@ -1050,11 +1187,11 @@ async def test_reconciliation_adopts_what_others_claimed_first() -> None:
         worker, _ = await r.visit()
         other = next(name for name in WORKERS if name != worker)
         await inner.create_or_get(KEY, ClaimValue(worker=other), TTL)
-        held, _ = await r.turn()
+        held = await r.turn()
         store.return_()
         await asyncio.sleep(3)
         assert await r.visit() == (other, "cached")
-        r.affinity.release(held)  # of the entry that was replaced
+        held.release()  # of the entry that was replaced
         assert r.affinity.size == 1
 
 
@@ -1063,10 +1200,10 @@ async def test_pending_closes_are_retried_when_the_store_returns() -> None:
     inner = memory()
     store = scripted(inner)
     async with running(store) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn(final=True)
         store.go_away()
-        entry.closing = True
-        r.affinity.release(entry)
+        turn.answered(200)
+        turn.release()
         await asyncio.sleep(100)
         assert await inner.get(KEY) is not None
         store.return_()
@@ -1151,22 +1288,19 @@ async def test_rebind_moves_the_session_once_and_everybody_with_it() -> None:
     one, two = scripted(inner), scripted(inner)
     async with running(one, policy=first_of("a")) as r1, running(two, policy=first_of("b"), name="r2") as r2:
         turns = [await r.turn() for r in (r1, r2) for _ in range(5)]
-        owners = [r1] * 5 + [r2] * 5
-        assert {entry.target.worker.name for entry, _ in turns} == {"a"}
-        lost = frozenset({"a"})
-        moved = await asyncio.gather(
-            *(owner.affinity.rebind(entry, lost) for owner, (entry, _) in zip(owners, turns, strict=True))
-        )
-        assert len({entry.target.worker.name for entry, _ in moved}) == 1
-        assert {how for _, how in moved} == {"rebound"}
+        assert {turn.target.worker.name for turn in turns} == {"a"}
+        await asyncio.gather(*(turn.rebind(frozenset({"a"}), ANYWHERE) for turn in turns))
+        [worker] = {turn.target.worker.name for turn in turns}
+        assert {turn.how for turn in turns} == {"rebound"}
         claim = await inner.get(KEY)
         assert claim is not None
-        assert claim.value.worker == moved[0][0].target.worker.name != "a"
+        assert claim.value.worker == worker != "a"
         assert claim.value.generation == 1
-        assert r1.affinity.active_turns == r2.affinity.active_turns == 5
-        for owner, (entry, _) in zip(owners, moved, strict=True):
-            owner.affinity.release(entry)
-        assert {entry.active for entry, _ in turns} | {entry.active for entry, _ in moved} == {0}
+        assert r1.turns() == r1.affinity.active_turns == 5
+        assert r2.turns() == r2.affinity.active_turns == 5
+        for turn in turns:
+            turn.release()
+        assert r1.turns() == r2.turns() == 0
         assert await r1.visit() == await r2.visit()
 
 
@@ -1174,37 +1308,37 @@ async def test_rebind_moves_the_session_once_and_everybody_with_it() -> None:
 async def test_rebind_excludes_every_lost_worker() -> None:
     inner = memory()
     async with running(scripted(inner), policy=first_of("a")) as r:
-        entry, _ = await r.turn()
-        entry, _ = await r.affinity.rebind(entry, frozenset({"a"}))
-        second = entry.target.worker.name
-        entry, how = await r.affinity.rebind(entry, frozenset({"a", second}))
-        assert (entry.target.worker.name, how) == (({"b", "c"} - {second}).pop(), "rebound")
+        turn = await r.turn()
+        await turn.rebind(frozenset({"a"}), ANYWHERE)
+        second = turn.target.worker.name
+        await turn.rebind(frozenset({"a", second}), ANYWHERE)
+        assert (turn.target.worker.name, turn.how) == (({"b", "c"} - {second}).pop(), "rebound")
         claim = await inner.get(KEY)
         assert claim is not None
         assert claim.value.generation == 2
         with pytest.raises(TurnError) as caught:
-            await r.affinity.rebind(entry, frozenset(WORKERS))
+            await turn.rebind(frozenset(WORKERS), ANYWHERE)
         assert caught.value.code == "no_worker"
-        assert entry.active == 1  # still the caller's
-        r.affinity.release(entry)
+        assert r.turns() == 1  # still the turn's
+        turn.release()
 
 
 @in_virtual_time
-async def test_rebind_that_is_cancelled_leaves_the_hold_with_the_caller() -> None:
+async def test_rebind_that_is_cancelled_leaves_the_old_hold() -> None:
     store = scripted()
     async with running(store, policy=first_of("a")) as r:
-        entry, _ = await r.turn()
+        turn = await r.turn()
         for op in ("close", "create"):
             store.before[op] = asyncio.Event()
-            moving = asyncio.create_task(r.affinity.rebind(entry, frozenset({"a"})))
+            moving = asyncio.create_task(turn.rebind(frozenset({"a"}), ANYWHERE))
             await settle()
             moving.cancel()
             await settle()
             assert moving.cancelled()
-            assert entry.active == 1
+            assert r.turns() == 1
             store.before.clear()
-        assert sum(worker.reserved for worker in r.fleet) == 0
-        r.affinity.release(entry)
+        assert sum(r.reserved) == 0
+        turn.release()
         assert (await r.visit())[1] in ("created", "stored")
 
 
@@ -1212,13 +1346,13 @@ async def test_rebind_that_is_cancelled_leaves_the_hold_with_the_caller() -> Non
 async def test_rebind_keeps_the_pending_close() -> None:
     inner = memory()
     async with running(scripted(inner), policy=first_of("a")) as r:
-        final, _ = await r.turn()
-        other, _ = await r.turn()
-        final.closing = True
-        r.affinity.release(final)
-        moved, _ = await r.affinity.rebind(other, frozenset({"a"}))
-        assert moved.closing
-        r.affinity.release(moved)
+        final = await r.turn(final=True)
+        other = await r.turn()
+        final.answered(200)
+        final.release()
+        await other.rebind(frozenset({"a"}), ANYWHERE)
+        assert other.holds_end
+        other.release()
         await settle()
         assert await inner.get(KEY) is None
 
@@ -1228,15 +1362,15 @@ async def test_rebind_without_a_store_is_degraded_and_alike_on_every_replica() -
     inner = memory()
     one, two = scripted(inner), scripted(inner)
     async with running(one, policy=first_of("a")) as r1, running(two, name="r2") as r2:
-        entry1, entry2 = (await r1.turn())[0], (await r2.turn())[0]
+        turn1, turn2 = await r1.turn(), await r2.turn()
         one.go_away()
         two.go_away()
-        moved1, how = await r1.affinity.rebind(entry1, frozenset({"a"}))
-        moved2, _ = await r2.affinity.rebind(entry2, frozenset({"a"}))
-        assert how == "degraded"
-        assert moved1.target.worker.name == moved2.target.worker.name != "a"
-        r1.affinity.release(moved1)
-        r2.affinity.release(moved2)
+        await turn1.rebind(frozenset({"a"}), ANYWHERE)
+        await turn2.rebind(frozenset({"a"}), ANYWHERE)
+        assert turn1.how == "degraded"
+        assert turn1.target.worker.name == turn2.target.worker.name != "a"
+        turn1.release()
+        turn2.release()
 
 
 @in_virtual_time
@@ -1276,7 +1410,7 @@ async def test_worker_that_left_the_fleet_is_not_used_from_the_cache() -> None:
     async with running(scripted(), policy=first_of("a")) as r:
         await r.visit()
         r.target("a").worker.known = False
-        assert r.affinity.bind_cached(KEY) is None
+        assert not r.known()
 
 
 # -- anything, in any order
@@ -1315,20 +1449,19 @@ async def test_every_counter_returns_to_zero_after_anything(seed: int) -> None:
 
         async def turn(r: Replica, key: str) -> None:
             await asyncio.sleep(rng.random() * 60)
-            entry, _ = await r.turn(key)
+            bound = await r.turn(key, final=rng.random() < 0.3)
             try:
                 if rng.random() < 0.2:
-                    lost = frozenset({entry.target.worker.name})
+                    lost = frozenset({bound.target.worker.name})
                     with contextlib.suppress(TurnError):
-                        entry, _ = await r.affinity.rebind(entry, lost)
-                        assert entry.target.worker.name not in lost
+                        await bound.rebind(lost, ANYWHERE)
+                        assert bound.target.worker.name not in lost
                 await asyncio.sleep(rng.random() ** 4 * 100)
-                if rng.random() < 0.3:
-                    entry.closing = True
-                    if entry.active == 1 and rng.random() < 0.7:
-                        await r.affinity.close(entry)
+                bound.answered(200)
+                if rng.random() < 0.7:
+                    await bound.close()
             finally:
-                r.affinity.release(entry)
+                bound.release()
 
         async def trouble() -> None:
             while True:

@@ -21,7 +21,8 @@ def raised_codes() -> set[str]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "TurnError"
     ]
-    return {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
+    codes = (call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant))
+    return {code for code in codes if isinstance(code, str)}
 
 
 @pytest.mark.parametrize("code", TABLE)

@@ -129,8 +129,7 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         for each in imported(name)
         if name.startswith("app") and each.startswith("backends")
     }
-    allowed = {("app.sessions", "backends.base"), ("app.sessions", "backends.singleflight")}
-    assert ("app.sessions", "backends.base") in knowing <= allowed
+    assert knowing == {("app.sessions", "backends.base"), ("app.sessions", "backends.singleflight")}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -153,6 +152,71 @@ def test_nothing_happens_at_import(name: str) -> None:
         if name.endswith("__main__"):
             continue
         assert isinstance(node, allowed), f"{name}:{node.lineno} runs when it is imported: {ast.unparse(node)[:80]}"
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def defined(node: ast.AST) -> set[str]:
+    """Names that a node gives to something of ours."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+            return {name}
+        case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=slots)):
+            return {slot.value for slot in slots if isinstance(slot, ast.Constant)}
+    return set()
+
+
+OURS = {each for module in MODULES.values() for node in ast.walk(module) for each in defined(node)}
+STILL_USED = {
+    "app.cli": {"argparse._ArgumentGroup", "parser._actions"},
+    "app.http.asgi": {"future._asyncio_future_blocking"},
+}
+"""To become fewer, never more."""
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_private_name_of_a_dependency_is_used(name: str) -> None:
+    """Nothing of them is promised. What is private is looked up, but on modules, only under names that are ours."""
+    foreign: set[str] = set()
+    modules: set[str] = set()
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in PACKAGES:
+            foreign |= {alias.name for alias in node.names if private(alias.name)}
+            foreign |= {node.module or "" for part in (node.module or "").split(".") if private(part)} - {"__future__"}
+        elif isinstance(node, ast.Import):
+            modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    for node in ast.walk(MODULES[name]):
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            is_module = isinstance(node.value, ast.Name) and node.value.id in modules
+            if is_module or node.attr not in OURS:
+                foreign.add(ast.unparse(node))
+    assert foreign <= STILL_USED.get(name, set())
+
+
+def test_only_uvicorns_server_is_inherited_from() -> None:
+    """And nothing of it is overridden that begins with an underscore."""
+    inheriting = {}
+    for name, module in MODULES.items():
+        uvicorns = {
+            alias.asname or alias.name
+            for node in ast.walk(module)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("uvicorn", "httptools")
+            for alias in node.names
+        }
+        for node in ast.walk(module):
+            if isinstance(node, ast.ClassDef):
+                bases = [ast.unparse(base) for base in node.bases]
+                if any(base in uvicorns or base.split(".")[0] in ("uvicorn", "httptools") for base in bases):
+                    inheriting[name] = bases
+                    names = {
+                        each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+                    }
+                    assert {each for each in names if private(each)} == set()
+    assert inheriting == {"app.serve": ["uvicorn.Server"], "mocker.cli": ["uvicorn.Server"]}
 
 
 @pytest.mark.parametrize("word", ["utils", "common", "helpers", "core", "misc"])

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -62,16 +62,19 @@ async def async_client(worker: Worker) -> AsyncIterator[openai.AsyncOpenAI]:
 
 def test_chat_answers_with_text_and_usage(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="mock-model", messages=HELLO, max_tokens=5)
-    assert len(answer.choices[0].message.content.split()) == 5
+    assert len((answer.choices[0].message.content or "").split()) == 5
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
     assert answer.usage.completion_tokens == 5
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + 5
+    assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
 
 
 def test_without_a_limit_an_answer_has_the_default_length_and_stops_by_itself(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="mock-model", messages=HELLO)
+    assert answer.usage is not None
     assert answer.usage.completion_tokens == 16
     assert answer.choices[0].finish_reason == "stop"
 
@@ -91,6 +94,7 @@ async def test_streams_of_the_async_client_can_end_with_the_usage(async_client: 
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 3
     assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks[:-1])
 
@@ -100,6 +104,7 @@ async def test_legacy_completions_stream_or_not(async_client: openai.AsyncOpenAI
     stream = await async_client.completions.create(model="mock-model", prompt="hello", max_tokens=4, stream=True)
     text = "".join([chunk.choices[0].text async for chunk in stream])
     assert text == whole.choices[0].text
+    assert whole.usage is not None
     assert whole.usage.completion_tokens == 4
 
 
@@ -207,7 +212,7 @@ def test_the_client_shows_the_message(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("rank", ["2", "-1", "x", "1.0", "²", "9" * 5000])
 def test_a_rank_that_the_worker_has_not_got_is_refused(worker: Worker, rank: str) -> None:
-    headers = {"x-data-parallel-rank": rank.encode()}
+    headers = {b"x-data-parallel-rank": rank.encode()}
     assert worker.http.post("/v1/chat/completions", json=CHAT, headers=headers).status_code == 400
 
 
@@ -228,7 +233,7 @@ def test_an_api_key_is_wanted_when_set() -> None:
 # --- the simulated KV cache ------------------------------------------------------------------------------------------
 
 
-def cached(worker: Worker, messages: list[dict[str, Any]], **headers: str) -> tuple[int, int, str]:
+def cached(worker: Worker, messages: Sequence[Mapping[str, object]], **headers: str) -> tuple[int, int, str]:
     """Cached tokens, prompt tokens, answer."""
     names = {"session": "x-dynamo-session-id", "rank": "x-data-parallel-rank"}
     answer = worker.http.post(
@@ -418,7 +423,7 @@ def test_faults_can_be_withdrawn(worker: Worker) -> None:
 def test_a_reset_breaks_the_stream_after_the_ordered_tokens(worker: Worker, tokens: int, itl_ms: int) -> None:
     session = f"reset-{tokens}-{itl_ms}"
     worker.http.post("/mock/faults", json={"mode": "reset", "after_tokens": tokens})
-    pieces = []
+    pieces: list[bytes] = []
     with worker.connect(session, stream=True) as connection, pytest.raises(ConnectionResetError):
         pieces.extend(iter(lambda: connection.recv(65536), b""))
     seen = b"".join(pieces)

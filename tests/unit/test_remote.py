@@ -11,18 +11,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-import uvicorn
 
 from app import cli
 from app.config import Settings
 from app.main import create_app
-from app.serve import listen
+from app.serve import Server, listen
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import read_keys
-from tests.support.fakes import ByteWorker, answers
+from tests.support.raw import OK, Worker, answers
 
 TOKEN = "hush"
-OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +31,10 @@ def router() -> Iterator[str]:
     ready, stop = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with ByteWorker(answers(OK)) as worker:
-            spoken = (f"http://127.0.0.1:{worker.port},name=w0,dp=2", "http://127.0.0.1:9,name=w1")
-            app = create_app(Settings.flat(worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1"))
-            server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on"))
+        async with Worker(answers(OK)) as worker:
+            spoken = (f"{worker.url},name=w0,dp=2", "http://127.0.0.1:9,name=w1")
+            settings = Settings.flat(worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1")
+            server = Server(create_app(settings), settings)
             serving = asyncio.create_task(server.serve(sockets=[bound]))
             async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
                 for number in range(7):

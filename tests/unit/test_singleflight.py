@@ -120,6 +120,21 @@ async def test_who_joins_work_that_was_just_given_up_does_it_again_after_it() ->
     assert await flights.run("a", slow_to_end) == "two"
 
 
+@pytest.mark.parametrize("later", range(4))
+async def test_who_comes_while_work_that_was_given_up_ends_does_not_spin(later: int) -> None:
+    """At any step of its end: also when it is over and nobody has been told yet."""
+    job = Job()
+    flights: SingleFlight[str, str] = SingleFlight(outlives=False)
+    first = asyncio.create_task(flights.run("a", job))
+    await turns()
+    first.cancel()
+    await turns(later)
+    second = asyncio.create_task(flights.run("a", job))
+    await turns(10)
+    job.ends[1].set_result("two")
+    assert await second == "two"
+
+
 async def test_a_limit_ends_the_wait_and_not_the_work() -> None:
     job = Job()
     flights: SingleFlight[str, str] = SingleFlight(outlives=True)

@@ -178,9 +178,10 @@ def test_candidates_leave_out_lost_and_avoided_workers() -> None:
 
 def test_load_counts_turns_and_claims_being_made() -> None:
     (target,) = make("http://a:1").targets
-    target.in_flight, target.reserved = 2, 3
-    assert target.load == 5
-    assert (target.worker.in_flight, target.worker.reserved) == (2, 3)
+    target.in_flight = 2
+    with target.reserve(), target.reserve():
+        assert (target.in_flight, target.reserved, target.load) == (2, 2, 4)
+    assert (target.in_flight, target.reserved, target.load) == (2, 0, 2)
 
 
 @given(st.text(max_size=30))

@@ -285,8 +285,7 @@ def check_place(session: _Session, verdict: Verdict) -> None:
     assert blocked is not None
     tried = [op for op in ops[blocked.first :] if ops.index(op) not in blocked.placed]
     op = min(tried, key=lambda op: op.hi)
-    turn = op.what
-    name = turn.id if isinstance(turn, Sent) else turn.kind
+    name = op.what.id if isinstance(op.what, Sent) else op.what.kind
     how = "created there" if op.created and op.worker == blocked.worker else f"at {op.worker}"
     text = f"{name} is {how}, and nothing had released it from {blocked.worker}"
     _violate(verdict, "split session", session.name, op.hi, text)

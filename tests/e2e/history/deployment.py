@@ -80,7 +80,7 @@ class Deployment:
             self.claims.mkdir()
             self._mount_disk()
         for number, worker in enumerate(self._processes.workers(WORKERS, *WORKER_OPTIONS, apart=True)):
-            again = ("mocker", "--port", str(urlsplit(worker.url).port), *WORKER_OPTIONS)
+            again: tuple[str, ...] = ("mocker", "--port", str(urlsplit(worker.url).port), *WORKER_OPTIONS)
             self.workers.append(Node(f"w{number}", worker.url, worker.process, again))
         options = [
             f"--session-ttl={self.rules.ttl}",
@@ -200,9 +200,9 @@ class Deployment:
 
     def _mount_disk(self) -> None:
         """A small file system of its own, to be filled. Needs root."""
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", self.claims]
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(self.claims)]
         if os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0:
-            unmount = ["sh", "-c", 'cat > /dev/null; umount --lazy "$0"', self.claims]
+            unmount = ["sh", "-c", 'cat > /dev/null; umount --lazy "$0"', str(self.claims)]
             self._mount = subprocess.Popen(unmount, stdin=subprocess.PIPE, start_new_session=True)
 
     def fill_disk(self) -> Callable[[], None]:
@@ -241,7 +241,7 @@ class Deployment:
         for replica in self.replicas:
 
             async def quiet(replica: Node = replica) -> bool:
-                samples = await metrics(replica)  # type: ignore[arg-type]
+                samples = await metrics(replica)
                 at_rest = not any(total(samples, name) for name in COUNTERS)
                 well = total(samples, "coatcheck_store_up") == total(samples, "coatcheck_store_watching") == 1
                 return at_rest and well and _descriptors(replica) <= replica.descriptors + MORE_DESCRIPTORS
@@ -249,10 +249,10 @@ class Deployment:
             try:
                 await wait_until(quiet, QUIET_LIMIT)
             except AssertionError:
-                samples = await metrics(replica)  # type: ignore[arg-type]
+                samples = await metrics(replica)
                 shown = {name: total(samples, name) for name in (*COUNTERS, "coatcheck_store_up")}
                 note(f"{replica.name}: {shown}, {_descriptors(replica)} descriptors, {replica.descriptors} at first")
-            samples = await metrics(replica)  # type: ignore[arg-type]
+            samples = await metrics(replica)
             if failed := total(samples, "coatcheck_turns_total", 'outcome="failed"'):
                 note(f"{replica.name}: {failed} turns ended by a fault of ours:\n{replica.process.output()[-4000:]}")
         if self.cluster is not None and not await self.members_agree():

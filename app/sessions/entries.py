@@ -1,0 +1,218 @@
+"""What this replica remembers of sessions: a bounded cache of claims, with the count of turns that use each."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from app.fleet.workers import Target
+from backends.base import Claim, Deleted
+
+_UNPROVEN = 0
+
+
+class View(msgspec.Struct, frozen=True):
+    """What is known of a session; nothing is created or renewed to know it."""
+
+    key: str
+    claim: Claim | None
+    target: Target | None
+    """None when there is none, or when the claim names a worker that this replica does not have."""
+    active: int
+    """Its turns on this replica."""
+    source: str
+    """memory (proven), store, unproven (the store cannot answer), degraded (placed without the store) or none."""
+
+
+class Entry:
+    """One session on this replica. Its turns are counted by `Entries`."""
+
+    __slots__ = ("active", "claim", "closing", "good_until", "key", "proof", "renew_at", "renewing", "stamp", "target")
+
+    def __init__(self, key: str, target: Target) -> None:
+        self.key, self.target = key, target
+        self.claim: Claim | None = None
+        """None while it is placed without a store, and once its close has begun."""
+        self.active = 0
+        """Its turns here; each is counted once."""
+        self.closing = False
+        """A final turn has decided that the claim is closed when the last turn here ends."""
+        self.proof = _UNPROVEN
+        """The stretch of the watch's continuity in which the claim was read."""
+        self.stamp = 0
+        """The store's, from before the claim was read."""
+        self.good_until = self.renew_at = 0.0
+        """When it must be read again whatever the watch says, at the latest when it may have expired; when renewed."""
+        self.renewing = False
+
+    def unprove(self) -> None:
+        """The next turn reads what stands there, and until then nothing is renewed."""
+        self.proof = _UNPROVEN
+        self.renew_at = float("inf")
+
+    def continues(self, claim: Claim, target: Target) -> bool:
+        """It is of this very claim, or was placed without the store where the claim now says."""
+        if self.claim is None:
+            return self.target is target
+        return (self.claim.revision, self.claim.value.nonce) == (claim.revision, claim.value.nonce)
+
+
+class Snapshot(msgspec.Struct, eq=False, weakref=True):
+    """What was known when a read of a session's claim began, and what the watch said of it since."""
+
+    proof: int
+    stamp: int
+    deleted: list[Deleted] = []
+
+
+class Entries:
+    """The table. An entry is *proven* while the store's watch is alive and continuous since the claim was read, for at
+    most `max_stale`, and until the claim may have expired; otherwise the claim is read before the entry is used."""
+
+    def __init__(
+        self, stamp: Callable[[str], int], *, ttl: float, max_stale: float, capacity: int, clock: Callable[[], float]
+    ) -> None:
+        """`ttl` and `max_stale` in seconds; `stamp` and `clock` are the store's."""
+        self._stamp, self._clock = stamp, clock
+        self._ttl, self._max_stale, self._capacity = ttl, max_stale, capacity
+        self._table: OrderedDict[str, Entry] = OrderedDict()
+        """The longest unused first. One that was replaced or closed lives on in the turns that hold it."""
+        self.active: dict[str, Entry] = {}
+        """Those of the table that have turns; the others make room when it is full."""
+        self._reads: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
+        """Of the sessions whose claims are being read now: one at a time for each."""
+        self._stretches = 0
+        self._proof = _UNPROVEN
+        """The watch's current stretch of continuity; _UNPROVEN while it is not shown to be alive."""
+
+    # -- turns
+
+    def find(self, key: str) -> Entry | None:
+        return self._table.get(key)
+
+    def join(self, key: str, now: float) -> Entry | None:
+        """One more turn of a session by what is known here; None when that does not do. To be given to `leave`."""
+        entry = self._table.get(key)
+        # While it is closing, the turns that are still here decide where; the pending close stands.
+        if entry is None or not (entry.closing or self.proven(entry, now)):
+            return None
+        if not entry.active:
+            self.active[key] = entry
+        entry.active += 1
+        return entry
+
+    def enter(self, entry: Entry) -> None:
+        """One more turn of this very entry, proven or not. To be given to `leave`."""
+        if not entry.active:
+            self._table[entry.key] = self.active[entry.key] = entry
+        entry.active += 1
+
+    def leave(self, entry: Entry) -> None:
+        entry.active -= 1
+        if not entry.active and self.active.get(entry.key) is entry:
+            del self.active[entry.key]
+            self._table.move_to_end(entry.key)
+            if len(self._table) > self._capacity:
+                self._trim()
+
+    def install(self, entry: Entry) -> None:
+        """Make this, which has no turns yet, the key's entry."""
+        self.forget(entry.key)
+        self._table[entry.key] = entry
+        self._trim()
+
+    def forget(self, key: str) -> None:
+        self._table.pop(key, None)
+        self.active.pop(key, None)
+
+    def _trim(self) -> None:
+        while len(self._table) > max(self._capacity, len(self.active)):
+            key, entry = next(iter(self._table.items()))
+            if entry.active:
+                self._table.move_to_end(key)
+            else:
+                del self._table[key]
+
+    # -- proof
+
+    @property
+    def watching(self) -> bool:
+        return self._proof != _UNPROVEN
+
+    def proven(self, entry: Entry, now: float) -> bool:
+        return (
+            entry.proof == self._proof != _UNPROVEN
+            and now < entry.good_until
+            and self._stamp(entry.key) == entry.stamp
+            and entry.target.worker.known
+        )
+
+    def snapshot(self, key: str) -> Snapshot:
+        """Taken before a claim is read or made, and kept until it is noted."""
+        snapshot = self._reads[key] = Snapshot(self._proof, self._stamp(key))
+        return snapshot
+
+    def note(self, claim: Claim, target: Target, snapshot: Snapshot) -> Entry:
+        """Note a claim that was just read: its session is at `target`."""
+        entry = self.find(claim.key)
+        if entry is None or not entry.continues(claim, target):
+            entry = Entry(claim.key, target)
+            self.install(entry)
+        self.refresh(entry, claim)
+        gone = any(event.before is None or event.before > claim.revision for event in snapshot.deleted)
+        entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
+        return entry
+
+    def refresh(self, entry: Entry, claim: Claim) -> None:
+        """The claim stood just now. That does not prove what the watch missed."""
+        entry.claim = claim
+        entry.good_until = self._clock() + self._max_stale
+        entry.renew_at = 0.0
+        if claim.expires_at:
+            entry.good_until = min(entry.good_until, claim.expires_at)
+            entry.renew_at = claim.expires_at - self._ttl
+
+    def watched(self, stands: bool) -> None:
+        """A stretch of the watch's continuity begins or ends; what was read before is not proven any more."""
+        self._stretches += stands
+        self._proof = self._stretches if stands else _UNPROVEN
+
+    def deleted(self, event: Deleted) -> None:
+        """The watch says that a claim is gone."""
+        if event.key in self._reads:
+            self._reads[event.key].deleted.append(event)
+        entry = self.find(event.key)
+        if entry is None or entry.claim is None:
+            return
+        if event.before is not None and entry.claim.revision >= event.before:
+            return  # the end of a predecessor
+        entry.proof = _UNPROVEN
+        if not entry.active:
+            self.forget(event.key)
+
+    # -- all of them
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._table.values())
+
+    def census(self) -> Counter[str]:
+        """How many sessions this replica knows, by the name of their worker."""
+        return Counter(entry.target.worker.name for entry in self)
+
+    def page(self, after: str, limit: int, worker: str = "") -> list[View]:
+        """The first `limit` of the sessions that this replica knows, by their keys, of those after `after` and at
+        `worker` (empty: any)."""
+        wanted = (entry for entry in self if entry.key > after and worker in ("", entry.target.worker.name))
+        return [self.view(entry) for entry in heapq.nsmallest(limit, wanted, key=lambda entry: entry.key)]
+
+    def view(self, entry: Entry) -> View:
+        proven = self.proven(entry, self._clock())
+        source = "degraded" if entry.claim is None else "memory" if proven else "unproven"
+        return View(entry.key, entry.claim, entry.target, entry.active, source)

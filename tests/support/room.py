@@ -136,7 +136,8 @@ class Room:
 
     def start(self, session: str | None = None, *, at: int = 0, final: bool = False, **how: Any) -> Turn:
         """Begin a turn at replica `at`. `headers`: more of them, `again`: such as are there already; `test`: what
-        the worker is to do; `key`: the API key; `peer`: the address that it comes from; the rest as AsgiClient."""
+        the worker is to do; `key`: the API key; `peer`: the address that it comes from; `host`: whom it asks; the rest
+        as AsgiClient."""
         headers: dict[str, str] = dict(how.pop("headers", {}))
         again: list[tuple[str, str]] = how.pop("again", [])
         if session is not None:
@@ -148,9 +149,11 @@ class Room:
         if "key" in how:
             headers["authorization"] = f"Bearer {how.pop('key')}"
         peer = how.pop("peer", "127.0.0.1")
+        host = how.pop("host", "localhost").encode()
         pairs = [(name.lower().encode(), value.encode()) for name, value in (*headers.items(), *again)]
         turn = Turn(self.replicas[at], headers=pairs, **how)
         turn.scope["client"] = (peer, 1)
+        turn.scope["headers"][0] = (b"host", host)
         turn.start()
         return turn
 
@@ -225,7 +228,7 @@ class Room:
     @contextlib.asynccontextmanager
     async def admin(self, at: int = 0, *, peer: str = "127.0.0.1") -> AsyncIterator[httpx.AsyncClient]:
         transport = httpx.ASGITransport(self.replicas[at], client=(peer, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
 
     async def rest(self) -> None:

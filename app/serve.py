@@ -306,7 +306,8 @@ def _announce(settings: Settings, listeners: _Listeners) -> None:
     log.info(", ".join(parts))
     place = settings.access.admin_place or Place(settings.listen.host, settings.listen.port)
     if not settings.access.token and not place.is_local:
-        log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", place)
+        where = _where([*listeners.admin, *listeners.public][0])
+        log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
 
 
 def _where(listener: socket.socket) -> Place:

@@ -386,6 +386,14 @@ async def test_a_body_of_the_largest_size_passes_and_a_larger_one_is_refused_in_
     assert refused.json["error"]["code"] == "request_too_large"
 
 
+async def test_a_head_up_to_the_routers_limit_passes_and_the_router_refuses_what_is_above_it(stack: Stack) -> None:
+    limit = SETTINGS["max_header_bytes"].field.default
+    for filling, status in ((limit - 1500, 400), (limit + 2000, 431)):
+        for target, headers in (("/v1/x", [("x-long", "x" * filling)]), ("/v1/x?" + "q" * filling, [])):
+            answer = await ask(stack.url, "POST", target, [("content-type", "application/json"), *headers], b"{")
+            assert (answer.status, answer.json["error"]["code"][:5]) == (status, "head_" if status == 431 else "inval")
+
+
 async def test_restarting_one_replica_after_the_other_loses_no_turn_and_moves_no_session(stack: Stack) -> None:
     sessions = [new_session() for _ in range(20)]
     await asyncio.gather(*(talk(stack, session, 1) for session in sessions))

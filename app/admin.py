@@ -40,8 +40,9 @@ def add_admin(
 
     def only_admins(request: Request) -> None:
         host = request.client.host if request.client is not None else None
-        if not admins.allows(host, request.headers.raw):
-            raise TurnError("forbidden", "the admin API is for this machine, or needs the admin token")
+        refusal = admins.refusal(host, request.headers.raw)
+        if refusal is not None:
+            raise TurnError("forbidden", refusal)
 
     routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)], responses=documented("forbidden"))
 

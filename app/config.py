@@ -53,8 +53,9 @@ from app import Trouble
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
+from app.listening import Place, read_place
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
-from app.sessions.tenants import checked_key, read_key, read_keys
+from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
 
 MIB = 1024 * 1024
 VARIABLE_PREFIX = "COATCHECK_"
@@ -100,6 +101,19 @@ def _split(separators: str) -> BeforeValidator:
     return BeforeValidator(split)
 
 
+def _strip(value: Any) -> Any:
+    """What a shell, an editor or a secret store puts around a secret is not of it: replicas that were given it in
+    different ways would disagree."""
+    given = value.get_secret_value() if isinstance(value, SecretStr) else value
+    if not isinstance(given, str) or not given:
+        return value
+    if not given.strip():
+        raise ValueError("nothing but white space; give the secret, or leave the setting out")
+    return given.strip()
+
+
+Secret = Annotated[SecretStr, BeforeValidator(_strip)]
+
 Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
 
 
@@ -126,6 +140,10 @@ def _check_proxies(texts: Iterable[str]) -> None:
 def _check_secret(secret: str) -> None:
     if len(secret.encode()) > 64:
         raise ValueError("longer than 64 bytes; choose a shorter secret")
+
+
+def _check_secret_file(file: Path) -> None:
+    _check_secret(read_secret(file))
 
 
 def _check_ca(file: Path) -> None:
@@ -158,6 +176,10 @@ class _Group(BaseModel):
         return value
 
 
+def _either(secret: SecretStr, file: Path | None) -> str:
+    return read_secret(file) if file is not None else secret.get_secret_value()
+
+
 class Listen(_Group, title="listening"):
     host: Annotated[str, Spoken("ADDRESS")] = Field("127.0.0.1", min_length=1)
     """Address to listen on."""
@@ -184,7 +206,7 @@ class Workers(_Group, title="workers"):
         "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
     )
     """Header that tells a worker with ranks which of them is meant."""
-    worker_api_key: Annotated[SecretStr, _usable(checked_key)] = SecretStr("")
+    worker_api_key: Annotated[Secret, _usable(checked_key)] = SecretStr("")
     """Key sent to the workers in place of the client's, which then stays here."""
     worker_api_key_file: Annotated[Path | None, _usable(read_key, "name a file with one key")] = None
     """File that holds the worker API key."""
@@ -200,16 +222,29 @@ class Workers(_Group, title="workers"):
     @property
     def key(self) -> str:
         """The key for the workers, wherever it was given; empty: the client's is passed on."""
-        return (
-            read_key(self.worker_api_key_file) if self.worker_api_key_file else self.worker_api_key.get_secret_value()
-        )
+        return _either(self.worker_api_key, self.worker_api_key_file)
 
 
 class Access(_Group, title="who may"):
     api_keys: Annotated[Path | None, _usable(read_keys, "name a file of API keys")] = None
     """File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."""
-    admin_token: SecretStr = SecretStr("")
-    """Bearer token of the admin API; without it only this machine may use that API."""
+    admin_token: Annotated[Secret, _usable(checked_key)] = SecretStr("")
+    """Bearer token of the admin API; without it only this machine may use that API, and only while nobody else can
+    connect to where it is served."""
+    admin_token_file: Annotated[Path | None, _usable(read_key, "name a file with one token")] = None
+    """File that holds the admin token."""
+    admin_listen: Annotated[str | None, Spoken("ADDRESS"), _usable(read_place)] = None
+    """Where the admin API is served in place of the public port, as HOST:PORT or unix:/path."""
+
+    @property
+    def token(self) -> str:
+        """The admin token, wherever it was given; empty: there is none."""
+        return _either(self.admin_token, self.admin_token_file)
+
+    @property
+    def admin_place(self) -> Place | None:
+        """None: the admin API is served on the public port."""
+        return read_place(self.admin_listen) if self.admin_listen is not None else None
 
 
 class Sessions(_Group, title="sessions"):
@@ -242,8 +277,10 @@ class Store(_Group, title="claims"):
     """Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix."""
     session_ttl: float = Field(1800.0, ge=1, le=31_536_000)
     """Seconds that a claim outlives the end of its session's last turn."""
-    session_secret: Annotated[SecretStr, _usable(_check_secret)] = SecretStr("")
+    session_secret: Annotated[Secret, _usable(_check_secret)] = SecretStr("")
     """Keys the hash of session ids in the store; the same on every replica, at most 64 bytes."""
+    session_secret_file: Annotated[Path | None, _usable(_check_secret_file, "name a file with the secret")] = None
+    """File that holds the session secret."""
     on_store_outage: Literal["degrade", "refuse"] = "degrade"
     """New sessions while the claim store is away: placed by hash (degrade) or answered 503 (refuse)."""
     store_deadline: float = Field(2.0, gt=0, le=60)
@@ -256,6 +293,11 @@ class Store(_Group, title="claims"):
         default_factory=_default_replica, min_length=1, max_length=100
     )
     """This replica's name in claims; unique. Each of several processes adds a number."""
+
+    @property
+    def secret(self) -> str:
+        """The session secret, wherever it was given; empty: there is none."""
+        return _either(self.session_secret, self.session_secret_file)
 
 
 class Limits(_Group, title="limits of a turn"):
@@ -306,8 +348,10 @@ class Settings(_Group):
         return cls.model_validate(groups)
 
     def dump(self) -> str:
-        """JSON that `load` reads, with secrets in clear."""
+        """JSON that `load` reads, with secrets in clear: a file that is changed later must not divide processes."""
         values = {name: setting.value(self) for name, setting in SETTINGS.items()}
+        for name in SECRETS:
+            values[name], values[f"{name}_file"] = _either(values[name], values[f"{name}_file"]), None
         return json.dumps(values, default=lambda v: v.get_secret_value() if isinstance(v, SecretStr) else str(v))
 
     @classmethod
@@ -329,8 +373,10 @@ class Settings(_Group):
         if sessions.affinity == "soft" and not sessions.overload:
             why = "soft affinity needs to know when a target is overloaded; set a number of turns"
             raise RelationError("affinity", "overload", why)
-        if workers.worker_api_key.get_secret_value() and workers.worker_api_key_file is not None:
-            raise RelationError("worker_api_key", "worker_api_key_file", "the key is given twice; remove one")
+        for name in SECRETS:
+            file = f"{name}_file"
+            if SETTINGS[name].value(self).get_secret_value() and SETTINGS[file].value(self) is not None:
+                raise RelationError(name, file, "the secret is given twice; remove one")
         if workers.worker_ca is not None and not workers.worker_tls_verify:
             why = "certificates that are not verified need no CA; remove one of them"
             raise RelationError("worker_ca", "worker_tls_verify", why)
@@ -413,6 +459,8 @@ SETTINGS = {
     for name, field in model.annotation.model_fields.items()
 }
 """Every setting, by its own name, in the order in which help and documentation show them."""
+SECRETS = tuple(name for name, setting in SETTINGS.items() if setting.field.annotation is SecretStr)
+"""Each of them can be given as `NAME_file` too."""
 
 
 # --- the sources -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from app.control import add_control_plane
 from app.fleet.policies import POLICIES
 from app.fleet.workers import Fleet, make_worker, worker_specs
 from app.http.headers import Forwarding
+from app.listening import is_loopback
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
@@ -38,6 +39,8 @@ class Router(FastAPI):
     affinity: Affinity
     fleet: Fleet
     metrics: Metrics
+    admin_side: FastAPI
+    """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
     draining = False
     """Set before the port closes, so that `/ready` fails while turns are still taken."""
 
@@ -71,8 +74,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     metrics = Metrics()
     policy = POLICIES[settings.workers.policy]
     tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
-    admins = Admins(settings.access.admin_token.get_secret_value())
-    hasher = KeyHasher(settings.store.session_secret.get_secret_value().encode())
+    admins, admins_of_turns = _admins(settings)
+    hasher = KeyHasher(settings.store.secret.encode())
     reading = Reading(
         identifier=Identifier(settings.sessions.session_from),
         tenants=tenants,
@@ -115,7 +118,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                         affinity=app.affinity,
                         hasher=hasher,
                         metrics=metrics,
-                        admins=admins,
+                        admins=admins_of_turns,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
                             reject_conflicts=settings.sessions.hint_conflict == "reject",
@@ -139,19 +142,39 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
 
     app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.fleet, app.metrics = fleet, metrics
-    add_control_plane(
-        app,
-        fleet=fleet,
-        metrics=metrics,
-        draining=lambda: app.draining,
-        tls=tls,
-        tenants=tenants,
-        worker_key=settings.workers.key,
+    app.admin_side = (
+        FastAPI(title="coatcheck admin", docs_url=None, redoc_url=None)
+        if settings.access.admin_listen is not None
+        else app
     )
+    for each in {app, app.admin_side}:
+        add_control_plane(
+            each,
+            fleet=fleet,
+            metrics=metrics,
+            draining=lambda: app.draining,
+            tls=tls,
+            tenants=tenants,
+            worker_key=settings.workers.key,
+        )
     add_admin(
-        app, fleet=fleet, affinity=lambda: app.affinity, hasher=hasher, admins=admins, replica=settings.store.replica
+        app.admin_side,
+        fleet=fleet,
+        affinity=lambda: app.affinity,
+        hasher=hasher,
+        admins=admins,
+        replica=settings.store.replica,
     )
     return app
+
+
+def _admins(settings: Settings) -> tuple[Admins, Admins]:
+    """For the admin API, and for turns: those are never taken where `admin-listen` is."""
+    token, place = settings.access.token, settings.access.admin_place
+    if place is None:
+        admins = Admins(token, local=is_loopback(settings.listen.host))
+        return admins, admins
+    return Admins(token, local=place.is_local, at_path=place.path is not None), Admins(token, local=False)
 
 
 async def _measure_lag(metrics: Metrics) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from app import Trouble
 from app.config import CONFIG_VARIABLE, SETTINGS, read_settings
+from app.listening import read_place
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = 10.0
@@ -49,7 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--worker", default="", metavar="NAME", help="list only sessions at this worker")
         parser.add_argument("--limit", type=_positive, default=50, metavar="N", help="list so many. Default: 50")
         parser.add_argument("--all", action="store_true", help="list all")
-    parser.add_argument("--url", default=DEFAULT_URL, help=f"the replica to ask. Default: {DEFAULT_URL}")
+    place = SETTINGS["admin_listen"].variable
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help=f"the replica to ask, or unix:/path. Default: its admin-listen [{place}], else {DEFAULT_URL}",
+    )
     token = SETTINGS["admin_token"].variable
     parser.add_argument(
         "--token", metavar="TOKEN", help=f"the router's admin token. Default: its own setting [{token}]"
@@ -65,37 +71,48 @@ def run(args: argparse.Namespace) -> int:
     action = args.action if args.command == "sessions" else "workers"
     if args.command == "sessions" and (action == "list") == (args.id is not None):
         raise Trouble(f"sessions {action} takes {'no' if args.id is not None else 'an'} ID", code=2)
-    token = args.token
-    if token is None:
-        token = read_settings({}, args.config).settings.access.admin_token.get_secret_value()
-    headers = {"authorization": f"Bearer {token}"} if token else {}
-    url = args.url.rstrip("/")
+    token, url = args.token, args.url
+    if token is None or url is None:
+        access = read_settings({}, args.config).settings.access
+        token = access.token if token is None else token
+        url = url or (access.admin_place.url if access.admin_place is not None else DEFAULT_URL)
+    headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
     try:
-        with httpx.Client(base_url=url, trust_env=False, timeout=_TIMEOUT, headers=headers) as client:
+        with _client(url.rstrip("/"), headers) as client:
             {"list": _list, "show": _show, "close": _close, "workers": _workers}[action](
-                args, lambda method, path, **query: _ask(client, method, path, query)
+                args, lambda method, path, **query: _ask(client, method, path, query, url)
             )
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
-        raise Trouble(f"--url {args.url} is not the URL of a router; write one like {DEFAULT_URL}", code=2) from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError):
+        remedy = f"write one like {DEFAULT_URL}, or unix:/path"
+        raise Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2) from None
     except BrokenPipeError:  # of `| head`
         sys.stderr.close()
     return 0
 
 
-def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any]) -> dict[str, Any]:
+def _client(url: str, headers: dict[str, str]) -> httpx.Client:
+    """Raises ValueError, httpx.InvalidURL."""
+    path = read_place(url).path if url.startswith("unix:") else None
+    # What the environment says of proxies is for the internet.
+    transport = httpx.HTTPTransport(uds=None if path is None else str(path), trust_env=False)
+    base = url if path is None else "http://localhost"
+    return httpx.Client(base_url=base, transport=transport, trust_env=False, timeout=_TIMEOUT, headers=headers)
+
+
+def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any], url: str) -> dict[str, Any]:
     try:
         answer = client.request(method, path, params={name: value for name, value in query.items() if value})
     except httpx.UnsupportedProtocol:
         raise
     except httpx.HTTPError as error:
-        raise Trouble(f"the router at {client.base_url} cannot be reached ({error or type(error).__name__})") from None
+        raise Trouble(f"the router at {url} cannot be reached ({error or type(error).__name__})") from None
     try:
         said = answer.json()
         if answer.is_success:
             return dict(said)
         message = said["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        raise Trouble(f"{client.base_url} does not answer as a router (status {answer.status_code})") from None
+        raise Trouble(f"{url} does not answer as a router (status {answer.status_code})") from None
     raise Trouble(str(message), code=2 if answer.status_code in _WRONG_USE else 1)
 
 

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import itertools
+import json
 import logging
 import os
 import signal
@@ -18,14 +19,20 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import Literal, NamedTuple
 
 import uvicorn
+from fastapi import FastAPI
 
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, client_protocol
+from app.listening import Place, listen_at_path, removed_at_end
 from app.main import Router, create_app, is_proxied
+from app.turn.turn import Turns
 
 log = logging.getLogger("coatcheck")
 
@@ -43,19 +50,45 @@ _SHORT_LIFE = 1.0
 
 def serve(settings: Settings) -> int:
     """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
-    try:
-        sockets = listen(settings.listen.host, settings.listen.port)
-    except OSError as error:
-        remedy = "free it or choose another --port" if error.errno == errno.EADDRINUSE else "choose another --host"
-        where = f"{settings.listen.host}:{settings.listen.port}"
-        raise Trouble(f"cannot listen on {where}: {error.strerror}; {remedy}") from None
-    with contextlib.ExitStack() as stack:
-        for listener in sockets:
-            stack.enter_context(contextlib.closing(listener))
+    with _listening(settings) as listeners:
         if settings.listen.processes > 1:
-            return _Supervisor(settings, sockets).run()
-        Server(create_app(settings), settings, announcement=_announcement(settings, sockets)).run(sockets)
+            return _Supervisor(settings, listeners).run()
+        server = Server(
+            create_app(settings), settings, listeners.admin, announce=lambda: _announce(settings, listeners)
+        )
+        server.run(listeners.public)
     return 0
+
+
+class _Listeners(NamedTuple):
+    public: list[socket.socket]
+    admin: list[socket.socket]
+    """Empty: the admin API is served on the public ones."""
+
+
+@contextlib.contextmanager
+def _listening(settings: Settings) -> Iterator[_Listeners]:
+    """Raises Trouble."""
+    public, admin = Place(settings.listen.host, settings.listen.port), settings.access.admin_place
+    with contextlib.ExitStack() as stack:
+
+        def bound(place: Place, host: str, port: str) -> list[socket.socket]:
+            try:
+                sockets = [listen_at_path(place.path)] if place.path is not None else listen(place.host, place.port)
+            except OSError as error:
+                taken = error.errno == errno.EADDRINUSE
+                remedy = f"free it or choose another {port}" if taken else f"choose another {host}"
+                raise Trouble(f"cannot listen on {place}: {error.strerror}; {remedy}") from None
+            for listener in sockets:
+                stack.enter_context(contextlib.closing(listener))
+            if place.path is not None:
+                stack.enter_context(removed_at_end(place.path))
+            return sockets
+
+        yield _Listeners(
+            bound(public, "--host", "--port"),
+            bound(admin, "--admin-listen", "--admin-listen") if admin is not None else [],
+        )
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -109,13 +142,23 @@ class Server(uvicorn.Server):
     reaches them twice, directly and from their parent, and the parent has its own limits.
     """
 
-    def __init__(self, router: Router, settings: Settings, *, announcement: str = "", forceful: bool = True) -> None:
-        super().__init__(
-            uvicorn.Config(
-                router,
+    def __init__(
+        self,
+        router: Router,
+        settings: Settings,
+        admin_sockets: Sequence[socket.socket] = (),
+        *,
+        announce: Callable[[], None] = lambda: None,
+        forceful: bool = True,
+    ) -> None:
+        def config(
+            app: FastAPI, route: Callable[[str], Turns | None], lifespan: Literal["on", "off"]
+        ) -> uvicorn.Config:
+            return uvicorn.Config(
+                app,
                 loop="uvloop",
                 http=client_protocol(
-                    lambda path: router.turns if is_proxied(path) else None,
+                    route,
                     lambda: router.draining,
                     ClientLimits(
                         head_bytes=settings.limits.max_header_bytes,
@@ -125,7 +168,7 @@ class Server(uvicorn.Server):
                     ),
                 ),
                 ws="none",
-                lifespan="on",
+                lifespan=lifespan,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -134,10 +177,13 @@ class Server(uvicorn.Server):
                 backlog=_BACKLOG,
                 timeout_graceful_shutdown=settings.process.drain_timeout,
             )
-        )
+
+        super().__init__(config(router, lambda path: router.turns if is_proxied(path) else None, "on"))
+        self._admin_config = config(router.admin_side, lambda path: None, "off")
+        self._admin_sockets = admin_sockets
         self._router = router
         self._drain_delay = settings.process.drain_delay
-        self._announcement = announcement
+        self._announce = announce
         self._forceful = forceful
         self._exit_at: float | None = None
 
@@ -147,8 +193,24 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        if self.started and self._announcement:
-            log.info(self._announcement)
+        await self._serve_admins()
+        if self.started:
+            self._announce()
+
+    async def _serve_admins(self) -> None:
+        """The second listener, as uvicorn makes the first: closed, drained and waited for with it."""
+        admins = self._admin_config
+        if self._admin_sockets:
+            admins.load()
+        for listener in self._admin_sockets:
+            server = await asyncio.get_running_loop().create_server(
+                lambda: admins.http_protocol_class(  # type: ignore[call-arg]
+                    config=admins, server_state=self.server_state, app_state=self.lifespan.state
+                ),
+                sock=listener,
+                backlog=_BACKLOG,
+            )
+            self.servers.append(server)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The signals are not noted as captured: uvicorn would raise them again in the end, and this is no failure.
@@ -179,9 +241,9 @@ def _keep_freed_memory() -> None:
 class _Supervisor:
     """The parent of `--processes N`: starts them on its sockets, replaces those that die, stops them together."""
 
-    def __init__(self, settings: Settings, sockets: list[socket.socket]) -> None:
+    def __init__(self, settings: Settings, listeners: _Listeners) -> None:
         self._settings = settings
-        self._sockets = sockets
+        self._listeners = listeners
         self._numbers = itertools.count(1)
         self._running: dict[subprocess.Popen[bytes], float] = {}
         self._signals = 0
@@ -193,7 +255,7 @@ class _Supervisor:
         try:
             for _ in range(self._settings.listen.processes):
                 self._start()
-            log.info(_announcement(self._settings, self._sockets))
+            _announce(self._settings, self._listeners)
             while not self._signals:
                 time.sleep(0.1)
                 for child in [child for child in self._running if child.poll() is not None]:
@@ -212,7 +274,7 @@ class _Supervisor:
                     self._start()
             return 0
         finally:
-            for listener in self._sockets:
+            for listener in itertools.chain(*self._listeners):
                 listener.close()  # the processes have their own; in ours connections would wait for nobody
             drain = self._settings.process.drain_delay + self._settings.process.drain_timeout
             children.stop(self._running, grace=drain + _STOP_MARGIN, hurried=lambda: self._signals > 1)
@@ -221,33 +283,44 @@ class _Supervisor:
         replica = f"{self._settings.store.replica}-{next(self._numbers)}"
         store = self._settings.store.model_copy(update={"replica": replica})
         environment = os.environ | {_SETTINGS_VARIABLE: self._settings.model_copy(update={"store": store}).dump()}
-        descriptors = [listener.fileno() for listener in self._sockets]
-        child = children.start("app.serve", *map(str, descriptors), environment=environment, pass_fds=descriptors)
+        descriptors = [[listener.fileno() for listener in each] for each in self._listeners]
+        child = children.start(
+            "app.serve", json.dumps(descriptors), environment=environment, pass_fds=list(itertools.chain(*descriptors))
+        )
         self._running[child] = time.monotonic()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
 
 
-def _announcement(settings: Settings, sockets: list[socket.socket]) -> str:
-    host, port = sockets[0].getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def _announce(settings: Settings, listeners: _Listeners) -> None:
     workers, processes = len(settings.workers.worker), settings.listen.processes
     parts = [
-        f"coatcheck {version()} at http://{address}",
+        f"coatcheck {version()} at {_where(listeners.public[0]).url}",
         f"{workers} worker{'s' * (workers != 1)}",
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
     ]
-    return ", ".join(parts)
+    if listeners.admin:
+        parts.append(f"admin API at {_where(listeners.admin[0]).url}")
+    log.info(", ".join(parts))
+    place = settings.access.admin_place or Place(settings.listen.host, settings.listen.port)
+    if not settings.access.token and not place.is_local:
+        where = _where([*listeners.admin, *listeners.public][0])
+        log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
+
+
+def _where(listener: socket.socket) -> Place:
+    name = listener.getsockname()
+    return Place(path=Path(name)) if isinstance(name, str) else Place(*name[:2])
 
 
 def _serve_as_child() -> int:
-    """One of the supervisor's processes: `python -m app.serve FD...`, the settings in the environment."""
+    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]]`, the settings in the environment."""
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
     configure_logging(settings.process.log_level)
-    sockets = [socket.socket(fileno=int(text)) for text in sys.argv[1:]]
-    Server(create_app(settings), settings, forceful=False).run(sockets)
+    public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
+    Server(create_app(settings), settings, admin, forceful=False).run(public)
     return 0
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from app.errors import TurnError
-from app.http.headers import Header, Noted
+from app.http.headers import FORWARDED, Header, Noted
 
 NOBODY = b""
 """The one tenant of a router without keys."""
@@ -105,34 +105,104 @@ def checked_key(key: str) -> str:
 
 def read_key(path: Path) -> str:
     """The one key in a file. Raises ValueError, OSError."""
-    return checked_key(path.read_text().strip())
+    return checked_key(read_secret(path))
+
+
+def read_secret(path: Path) -> str:
+    """The one secret in a file, without the white space around it. Raises ValueError, OSError."""
+    try:
+        secret = path.read_text(encoding="utf-8").strip()
+    except UnicodeDecodeError:
+        raise ValueError("the file is not UTF-8 text; write the secret into it as text") from None
+    if not secret:
+        raise ValueError("the file holds no secret; write one into it")
+    return secret
 
 
 ADMIN_TOKEN = b"x-coatcheck-admin-token"
 
 
-class Admins:
-    """Who may see and close any session."""
+_BETWEEN = FORWARDED | {
+    b"via",
+    b"x-forwarded",
+    b"x-forwarded-server",
+    b"x-forwarded-ssl",
+    b"x-forwarded-prefix",
+    b"x-original-forwarded-for",
+    b"x-client-ip",
+    b"x-cluster-client-ip",
+    b"x-envoy-external-address",
+    b"true-client-ip",
+    b"cf-connecting-ip",
+    b"fly-client-ip",
+}
+"""What whoever forwards a request for somebody else may add to it."""
+_LOOKED_AT = frozenset({ADMIN_TOKEN, b"host", b"origin", b"sec-fetch-site"}) | CREDENTIALS | _BETWEEN
+_own_name = re.compile(rb"(?:localhost\.?|([0-9.]+)|\[([0-9a-f:.]+)\])(?::\d*)?", re.IGNORECASE).fullmatch
 
-    def __init__(self, token: str) -> None:
-        """`token`: what proves it. Empty: coming from this machine does, and not through a proxy on it."""
+
+class Admins:
+    """Who may see and close any session: who has the token. Without one, whoever asks on this machine, by a name that
+    is the machine's own wherever it is looked up, and for himself.
+
+    What cannot be told apart from that: a program on this machine that forwards bytes for others, with their word for
+    the Host. A token or a unix socket is for such machines.
+    """
+
+    def __init__(self, token: str = "", *, local: bool = True, at_path: bool = False) -> None:
+        """`token`: what proves it; empty: there is none. `local`: only this machine can connect to where the requests
+        come; `at_path`: that is a unix socket, and its permissions say who."""
         self._token = token.encode()
+        self._local, self._at_path = local, at_path
 
     def allows(self, host: str | None, headers: Iterable[Header]) -> bool:
         """`host`: the peer's address; `headers`: the request's, names lower-case."""
+        return self.refusal(host, headers) is None
+
+    def refusal(self, host: str | None, headers: Iterable[Header]) -> str | None:
+        """Why the request is not an admin's, for whoever sent it; None: it is."""
+        if not self._local and not self._token:
+            return "the admin API needs an admin token, and this router has none: set admin-token or admin-listen"
         noted: Noted = {}
         for name, value in headers:
-            noted.setdefault(name, []).append(value)
+            if name in _LOOKED_AT:
+                noted.setdefault(name, []).append(value)
         if self._token:
             given = noted.get(ADMIN_TOKEN, [None])[0] or credential(noted)
-            return given is not None and hmac.compare_digest(given, self._token)
+            proven = given is not None and hmac.compare_digest(given, self._token)
+            return None if proven else "the admin API needs the admin token"
+        if not self._at_path and not is_loopback_address(host or ""):
+            return "the admin API is for this machine, or needs the admin token"
         # A load balancer on this machine also comes from here, and speaks for anybody.
-        if b"x-forwarded-for" in noted or b"forwarded" in noted:
-            return False
-        try:
-            address = ipaddress.ip_address(host or "")
-        except ValueError:
-            return False
-        # An IPv4 peer of a socket that is bound to all addresses.
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        return (mapped or address).is_loopback
+        if not _BETWEEN.isdisjoint(noted):
+            return "the admin API is not for a proxy without the admin token"
+        # A forwarder that adds nothing keeps the Host that its clients use; so does the browser of a page whose name
+        # was looked up a second time and is now our address.
+        hosts = noted.get(b"host", [])
+        if len(hosts) != 1 or not _is_own(hosts[0]):
+            return "the admin API without the admin token is at localhost, 127.0.0.1 or [::1] only, by that Host"
+        own = (b"http://" + hosts[0].lower(), b"https://" + hosts[0].lower())
+        if any(origin.lower() not in own for origin in noted.get(b"origin", ())):
+            return "the admin API without the admin token is not for other sites' pages"
+        # W3C Fetch Metadata: browsers say it of requests without an Origin too; no page can change it.
+        if any(site.lower() not in (b"none", b"same-origin") for site in noted.get(b"sec-fetch-site", ())):
+            return "the admin API without the admin token is not for other sites' pages"
+        return None
+
+
+def _is_own(host: bytes) -> bool:
+    """Whether a Host names this machine and can name no other."""
+    found = _own_name(host.strip())
+    address = found and (found[1] or found[2])
+    return bool(found) and (not address or is_loopback_address(address.decode()))
+
+
+def is_loopback_address(text: str) -> bool:
+    """Whether it is an address, and one of the loopback's."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    # An IPv4 peer of a socket that is bound to all addresses.
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

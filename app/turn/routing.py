@@ -73,7 +73,7 @@ class Routing:
         """Left out: admins from this machine, hard affinity."""
         self._fleet, self._policy, self._affinity, self._hasher = fleet, policy, affinity, hasher
         self._metrics = metrics
-        self._admins = admins or Admins("")
+        self._admins = admins or Admins()
         self._rules = rules or Rules()
 
     def session(self, request: Request) -> Binding | None:

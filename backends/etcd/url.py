@@ -83,7 +83,7 @@ class EtcdUrl:
     def read_password(self) -> str:
         if self.password_file is None:
             return self.password or ""
-        return self.password_file.read_text(encoding="utf-8").rstrip("\r\n")
+        return self.password_file.read_text(encoding="utf-8").strip()
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Raises StoreConfigurationError when a certificate or key cannot be read or does not match."""

@@ -33,6 +33,7 @@ import yaml
 from app.config import SETTINGS
 from tests.e2e.conftest import new_session
 from tests.support.etcd import ETCD_BINARIES, ETCDCTL
+from tests.support.fronts import NGINX, nginx_text
 from tests.support.processes import (
     START_LIMIT,
     STOP_LIMIT,
@@ -54,7 +55,6 @@ COMPOSE: dict[str, Any] = yaml.safe_load((REPO / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DOCKERFILE = (REPO / "Dockerfile").read_text()
 NGINX_CONF = (REPO / "deploy" / "nginx.conf").read_text()
-NGINX = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 pytestmark = pytest.mark.timeout(300)  # eight services start before the first test
 
 DONE = b"data: [DONE]"
@@ -164,10 +164,8 @@ class Stack:
         """nginx.conf with our places, and the temporary files of whoever runs the tests."""
         text = self.translate(FRONT, NGINX_CONF)
         text = text.replace(f"listen {FRONT_PORT};", f"listen 127.0.0.1:{self._port(FRONT, FRONT_PORT)};")
-        kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        own = "".join(f"    {kind}_temp_path {self._folder / kind};\n" for kind in kinds)
         path = self._folder / "nginx.conf"
-        path.write_text(text.replace("http {\n", f"http {{\n{own}", 1))
+        path.write_text(nginx_text(text, self._folder))
         return path
 
     def nginx_command(self) -> list[str]:
@@ -379,6 +377,14 @@ async def test_a_body_of_the_largest_size_passes_and_a_larger_one_is_refused_in_
     assert refused.json["error"]["code"] == "request_too_large"
 
 
+async def test_a_head_up_to_the_routers_limit_passes_and_the_router_refuses_what_is_above_it(stack: Stack) -> None:
+    limit = SETTINGS["max_header_bytes"].field.default
+    for filling, status in ((limit - 1500, 400), (limit + 2000, 431)):
+        for target, headers in (("/v1/x", [("x-long", "x" * filling)]), ("/v1/x?" + "q" * filling, [])):
+            answer = await ask(stack.url, "POST", target, [("content-type", "application/json"), *headers], b"{")
+            assert (answer.status, answer.json["error"]["code"][:5]) == (status, "head_" if status == 431 else "inval")
+
+
 async def test_restarting_one_replica_after_the_other_loses_no_turn_and_moves_no_session(stack: Stack) -> None:
     sessions = [new_session() for _ in range(20)]
     await asyncio.gather(*(talk(stack, session, 1) for session in sessions))
@@ -484,7 +490,24 @@ def test_nginx_conf_fits_the_services_and_keeps_streams_and_turns_whole() -> Non
     assert _value(server, "listen") == str(FRONT_PORT)
     assert _value(server, "proxy_http_version") == "1.1"
     assert _value(server, "proxy_buffering") == "off"
-    assert ["proxy_set_header", "Connection", '""'] in [words for words, _ in server]
+    assert ["proxy_set_header", "Connection", "$connection_header"] in [words for words, _ in server]
+    maps = {words[2]: {each[0]: each[1] for each, _ in block} for words, block in http if words[0] == "map"}
+    for name, value in (("$connection_header", "upgrade"), ("$upgrade_header", "websocket")):
+        assert maps[name] == {"default": '""', '"~*^websocket$"': value}, "others keep their connections"
+    assert _value(server, "underscores_in_headers") == "on"
+    number, size = _value(server, "large_client_header_buffers").split()
+    assert int(number) * int(size[:-1]) > defaults["max_header_bytes"] >> 10
+    assert int(size[:-1]) > defaults["max_header_bytes"] >> 10
+    assert all("resolve" in words for words, _ in upstream if words[0] == "server"), "names are looked up again"
+    assert _value(http, "resolver").startswith("127.0.0.11 "), "Docker's"
+    own = {status: words[-1] for words, _ in server if words[0] == "error_page" for status in words[1:-1]}
+    assert {"400", "404", "408", "413", "414", "494", "500", "501", "502", "503", "504"} <= set(own)
+    errors = {words[-1]: block for words, block in _block(server, "location /nginx-error/") if words[0] == "location"}
+    for page in own.values():
+        ((status, text),) = [words[1:] for words, _ in errors[page] if words[0] == "return"]
+        error = json.loads(text.strip("'").replace("\\n", ""))["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert page == f"/nginx-error/{status}"
     assert "max_body_bytes" not in flags
     assert _value(server, "client_max_body_size") == f"{defaults['max_body_bytes'] >> 20}m"
     assert _seconds(_value(server, "proxy_read_timeout")) > defaults["first_byte_timeout"]
@@ -545,7 +568,7 @@ def _parse(text: str) -> Directives:
 
 
 def _block(directives: Directives, name: str) -> Directives:
-    (block,) = [block for words, block in directives if words[0] == name]
+    (block,) = [block for words, block in directives if name in (words[0], " ".join(words))]
     assert isinstance(block, list)
     return block
 

@@ -392,7 +392,10 @@ async def _(rooms: Rooms) -> None:
         await is_new(room)
 
 
-@says("The admin API is for the router's own machine, not through a proxy, or for whoever has `admin-token`.")
+@says(
+    "The admin API is for whoever has `admin-token`; without one, for the router's own machine by its own name, not "
+    "through a proxy or another site's page, and only while nobody else can connect to the router."
+)
 async def _(rooms: Rooms) -> None:
     calls = [("GET", "/admin/session?session=s"), ("DELETE", "/admin/session?session=s")]
     calls += [("GET", "/admin/sessions"), ("GET", "/admin/workers")]
@@ -402,6 +405,8 @@ async def _(rooms: Rooms) -> None:
             ("192.0.2.1", {}, 403),
             ("127.0.0.1", {"x-forwarded-for": "127.0.0.1"}, 403),
             ("127.0.0.1", {"forwarded": "for=127.0.0.1"}, 403),
+            ("127.0.0.1", {"host": "evil.example"}, 403),
+            ("127.0.0.1", {"origin": "http://evil.example"}, 403),
             ("::1", {}, 200),
             ("::ffff:127.0.0.1", {}, 200),
         ):
@@ -412,6 +417,11 @@ async def _(rooms: Rooms) -> None:
                     if status == 403:
                         assert answer.json()["error"]["code"] == "forbidden"
             assert (await room.claim("s") is None) == (status == 200)
+    elsewheres: tuple[dict[str, Any], ...] = ({"host": "0.0.0.0"}, {"admin_listen": "0.0.0.0:9"})
+    for elsewhere in elsewheres:
+        async with rooms.open(replicas=1, **elsewhere) as room, room.admin() as client:
+            for method, path in calls:
+                assert (await client.request(method, path)).status_code in (403, 404)
     async with rooms.open(replicas=1, admin_token="hush") as room:
         await room.turn("s")
         for headers, status in (

@@ -114,6 +114,8 @@ async def _(rooms: Rooms) -> None:
                 assert "w1" not in stranger.json["error"]["message"]
                 proxied = await room.turn(session, headers=hint | {"x-forwarded-for": "127.0.0.1"})
                 assert "w1" not in proxied.json["error"]["message"]
+                renamed = await room.turn(session, headers=hint, host="evil.example")
+                assert "w1" not in renamed.json["error"]["message"]
         assert await room.claim("s") is None
     async with rooms.open(admin_token="hush") as room:
         hint = {AT: "w9"}

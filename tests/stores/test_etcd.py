@@ -147,7 +147,7 @@ def test_a_password_file_is_read_anew_for_each_login(tmp_path: Path) -> None:
     file.write_text("one\n")
     parsed = EtcdUrl.parse(f"etcd://me@h/p?password_file={file}")
     assert parsed.read_password() == "one"
-    file.write_text("two\n")
+    file.write_text(" two \r\n\n")
     assert parsed.read_password() == "two"
 
 

@@ -79,6 +79,7 @@ class Call:
         *,
         method: str = "POST",
         path: str = "/v1/chat/completions",
+        host: str = "router",
         query: bytes = b"",
         body: bytes | list[bytes] = b"{}",
         ends: bool = True,
@@ -90,7 +91,8 @@ class Call:
         self._method, self._entrance = method.encode(), entrance
         self._how: dict[str, Any] = {"peer": peer, "little": little}
         names = {name for name, _ in headers}
-        lines = [b"%b %b HTTP/1.1" % (self._method, path.encode() + (b"?" + query if query else b"")), b"host: router"]
+        lines = [b"%b %b HTTP/1.1" % (self._method, path.encode() + (b"?" + query if query else b""))]
+        lines.append(b"host: %b" % host.encode())
         lines += [b"%b: %b" % pair for pair in headers]
         pieces = body if isinstance(body, list) else [body] if body else []
         if b"transfer-encoding" in names or (b"content-length" not in names and (isinstance(body, list) or not ends)):

@@ -114,7 +114,8 @@ class Room:
 
     def start(self, session: str | None = None, *, at: int = 0, final: bool = False, **how: Any) -> Turn:
         """Begin a turn at replica `at`. `headers`: more of them, `again`: such as are there already; `test`: what
-        the worker is to do; `key`: the API key; `peer`: the address that it comes from; the rest as for Call."""
+        the worker is to do; `key`: the API key; `peer`: the address that it comes from; `host`: whom it asks; the rest
+        as for Call."""
         headers: dict[str, str] = dict(how.pop("headers", {}))
         again: list[tuple[str, str]] = how.pop("again", [])
         if session is not None:
@@ -126,7 +127,7 @@ class Room:
         if "key" in how:
             headers["authorization"] = f"Bearer {how.pop('key')}"
         pairs = [(name.lower().encode(), value.encode()) for name, value in (*headers.items(), *again)]
-        return Turn(self.entrances[at], pairs, **how).start()
+        return Turn(self.entrances[at], pairs, **({"host": "localhost"} | how)).start()
 
     async def turn(self, session: str | None = None, **how: Any) -> Turn:
         """A whole one."""
@@ -199,7 +200,7 @@ class Room:
     @contextlib.asynccontextmanager
     async def admin(self, at: int = 0, *, peer: str = "127.0.0.1") -> AsyncIterator[httpx.AsyncClient]:
         transport = httpx.ASGITransport(self.replicas[at], client=(peer, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
 
     async def rest(self) -> None:

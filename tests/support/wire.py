@@ -91,8 +91,9 @@ class Wire:
     # -- sending
 
     def request(self, method: str, target: str, headers: Headers = (), body: bytes | None = None) -> None:
-        """Hand a request to the kernel, without awaiting."""
-        lines = [f"{method} {target} HTTP/1.1", f"host: {self._host}", *(f"{k}: {v}" for k, v in headers)]
+        """Hand a request to the kernel, without awaiting. Its Host is where it goes, unless `headers` say another."""
+        own = [] if any(name == "host" for name, _ in headers) else [f"host: {self._host}"]
+        lines = [f"{method} {target} HTTP/1.1", *own, *(f"{k}: {v}" for k, v in headers)]
         if body is not None:
             lines.append(f"content-length: {len(body)}")
         self._methods.append(method)

@@ -10,10 +10,10 @@ import certifi
 import pytest
 from pydantic import SecretStr
 
-from app.config import SETTINGS, Settings, SettingsError, mask, read_settings, shown_value
+from app.config import SECRETS, SETTINGS, Settings, SettingsError, mask, read_settings, shown_value
 
 FILES = Path(__file__).parent / "files"
-KEYS, WORKER_KEY = FILES / "api-keys", FILES / "worker-key"
+KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"
 
 # For every setting: what a user may write, and what is then used. None of them is the default.
 WRITTEN: dict[str, tuple[str, Any]] = {
@@ -55,6 +55,9 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "worker_api_key": ("sk-hush", SecretStr("sk-hush")),
     "worker_api_key_file": (str(WORKER_KEY), WORKER_KEY),
     "admin_token": ("hush", SecretStr("hush")),
+    "admin_token_file": (str(SECRET), SECRET),
+    "admin_listen": ("unix:/run/coatcheck/admin", "unix:/run/coatcheck/admin"),
+    "session_secret_file": (str(SECRET), SECRET),
     "log_bindings": ("0.01", 0.01),
     "affinity": ("soft", "soft"),
 }
@@ -114,7 +117,33 @@ BAD = [
     ("api_keys", "/dev/null", "it has no keys; `coatcheck key TENANT`"),
     ("worker_api_key_file", "/no/such/file", "name a file with one key"),
     ("worker_api_key_file", __file__, "without spaces"),
+    ("worker_api_key_file", "/dev/null", "holds no secret"),
+    ("admin_token_file", "/no/such/file", "name a file with one token"),
+    ("admin_token_file", "/dev/null", "holds no secret"),
+    ("admin_token_file", __file__, "without spaces"),
+    ("session_secret_file", "/no/such/file", "name a file with the secret"),
+    ("session_secret_file", "/dev/null", "holds no secret"),
+    ("session_secret_file", __file__, "longer than 64 bytes"),
+    ("admin_listen", "8001", "HOST:PORT"),
+    ("admin_listen", "localhost", "HOST:PORT"),
+    ("admin_listen", "localhost:http", "HOST:PORT"),
+    ("admin_listen", "localhost:65536", "HOST:PORT"),
+    ("admin_listen", "::1:8001", "[IPV6]:PORT"),
+    ("admin_listen", "http://localhost:8001", "HOST:PORT"),
+    ("admin_listen", "unix:admin", "absolute"),
+    ("admin_listen", "unix:/" + "x" * 107, "at most 107 bytes"),
     ("log_bindings", "2", "from 0 to 1"),
+]
+
+
+# Of what is secret nothing is repeated.
+BAD_SECRETS = [
+    ("worker_api_key", "a b", "without spaces"),
+    ("worker_api_key", " \n", "nothing but white space"),
+    ("admin_token", "a b", "without spaces"),
+    ("admin_token", " \n", "nothing but white space"),
+    ("session_secret", "x" * 65, "longer than 64 bytes"),
+    ("session_secret", "\t", "nothing but white space"),
 ]
 
 
@@ -140,7 +169,7 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
 
 def test_the_examples_here_cover_every_setting() -> None:
     assert set(WRITTEN) == set(SETTINGS)
-    assert {name for name, _, _ in BAD} | {"session_secret", "admin_token", "worker_api_key"} == set(SETTINGS)
+    assert {name for name, _, _ in BAD + BAD_SECRETS} == set(SETTINGS)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -340,11 +369,78 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_settings_survive_the_way_to_another_process_with_their_secrets() -> None:
-    apart = ("worker_tls_verify", "worker_api_key_file")  # do not go with others
+    apart = ("worker_tls_verify", *(f"{name}_file" for name in SECRETS))  # do not go with others
     flags = {name: text for name, (text, _) in WRITTEN.items() if name not in apart}
     settings = read_settings(flags).settings
     assert Settings.load(settings.dump()) == settings
     assert Settings.load(settings.dump()).store.session_secret.get_secret_value() == "hush"
+
+
+@pytest.mark.parametrize(("name", "text", "remedy"), BAD_SECRETS)
+def test_a_bad_secret_is_explained_and_not_repeated(name: str, text: str, remedy: str) -> None:
+    (line,) = problems({name: text})
+    assert line.startswith(f"{SETTINGS[name].flag} ********: ")
+    assert remedy in line
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_is_the_same_however_it_is_given_and_whatever_white_space_is_around_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def used() -> set[str]:
+        settings = read_settings({}).settings
+        return {settings.workers.key, settings.access.token, settings.store.secret} - {""}
+
+    file = tmp_path / "secret"
+    for text in ("hush", "hush\n", "hush\r\n", " \thush \n\n"):
+        with monkeypatch.context() as patch:
+            patch.setenv(SETTINGS[name].variable, text)
+            assert used() == {"hush"}
+        file.write_text(text)
+        with monkeypatch.context() as patch:
+            patch.setenv(SETTINGS[f"{name}_file"].variable, str(file))
+            assert used() == {"hush"}
+    given = problems({name: "hush", f"{name}_file": str(file)})
+    assert len(given) == 1
+    assert "given twice" in given[0]
+    assert "hush" not in given[0]
+
+
+def test_every_secret_has_a_file_form() -> None:
+    assert set(SECRETS) == {"worker_api_key", "admin_token", "session_secret"}
+    assert {f"{name}_file" for name in SECRETS} <= set(SETTINGS)
+
+
+def test_all_processes_have_the_secrets_that_were_read_at_start(tmp_path: Path) -> None:
+    files = {f"{name}_file": tmp_path / name for name in SECRETS}
+    for file in files.values():
+        file.write_text("hush\n")
+    dumped = read_settings(dict(files)).settings.dump()
+    for file in files.values():
+        file.write_text("changed")
+    later = Settings.load(dumped)
+    assert (later.workers.key, later.access.token, later.store.secret) == ("hush",) * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "url", "is_local"),
+    [
+        ("127.0.0.1:8001", ("127.0.0.1", 8001, None), "http://127.0.0.1:8001", True),
+        ("[::1]:8001", ("::1", 8001, None), "http://[::1]:8001", True),
+        ("localhost:0", ("localhost", 0, None), "http://localhost:0", True),
+        ("0.0.0.0:8001", ("0.0.0.0", 8001, None), "http://0.0.0.0:8001", False),
+        ("[::]:8001", ("::", 8001, None), "http://[::]:8001", False),
+        ("192.0.2.1:8001", ("192.0.2.1", 8001, None), "http://192.0.2.1:8001", False),
+        ("unix:/run/admin", ("", 0, Path("/run/admin")), "unix:/run/admin", True),
+        ("unix:///run/admin", ("", 0, Path("/run/admin")), "unix:/run/admin", True),
+    ],
+)
+def test_a_place_to_listen_is_read_and_known_to_be_local_or_not(
+    text: str, place: tuple[str, int, Path | None], url: str, is_local: bool
+) -> None:
+    found = read_settings({"admin_listen": text}).settings.access.admin_place
+    assert found == place
+    assert (found.url, found.is_local) == (url, is_local)
 
 
 def test_secrets_leave_in_clear_only_where_that_is_asked_for() -> None:

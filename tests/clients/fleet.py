@@ -36,7 +36,7 @@ class Fleet:
 def standing_fleet(folder: Path) -> Iterator[Fleet]:
     """All of it, as long as the block runs."""
     with Processes(folder) as processes, odd_worker() as odd_url:
-        workers = processes.workers(3, "--ttft-ms", "2", "--itl-ms", "2")
+        workers = processes.workers(3, "--ttft-ms", "2", "--itl-ms", "2", "--tokens", "10000")
         [gone] = processes.workers(1, apart=True)
         [odd] = processes.replicas(1, [Worker("odd", odd_url, gone.process)], folder / "odd")
         [lost] = processes.replicas(1, [gone], folder / "lost")

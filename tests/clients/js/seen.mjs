@@ -6,7 +6,7 @@
 const CASE_SECONDS = 60;
 const QUESTION = "Say something.";
 const TOOL_QUESTION = "What is the weather in Oslo?";
-const TOKENS = 7;
+const TOKENS = 20;
 const ENDLESS = 10_000; // tokens of an answer that nobody waits for
 
 const headersOf = (session, final) => ({

@@ -10,6 +10,13 @@ import litellm
 from seen import Place, main
 
 litellm.telemetry = False
+# Else it asks for a whole response and cuts that into pieces, as it does with every model that it does not know.
+litellm.register_model(
+    {
+        f"openai/{model}": {"litellm_provider": "openai", "mode": "responses", "supports_native_streaming": True}
+        for model in ("mock-model", "refuse", "cut")
+    }
+)
 
 
 class Completion:

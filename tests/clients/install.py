@@ -79,7 +79,7 @@ def _run(*command: str, folder: Path) -> None:
 
 
 def _finish_vllm(environment: Path) -> None:
-    """vLLM looks for its metadata under the name `vllm`, and for `+cpu` in its version to know what it was built for."""
+    """vLLM looks for its metadata under the name `vllm`, and for `+cpu` in its version, as its kind."""
     _run(
         "bin/python",
         "-m",

@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test check smoke smoke-lowest bench bench-peers bench-claims soak soak-proxy clean
+.PHONY: run test test-clients check smoke smoke-lowest bench bench-peers bench-claims soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -25,6 +25,15 @@ check: $(READY)
 # The built wheel, installed elsewhere, routes a turn; and so with the lowest versions that pyproject.toml allows
 smoke smoke-lowest: $(READY)
 	@$(BIN)/python -m tests.smoke $(if $(findstring lowest,$@),--lowest)
+
+# Each library in an environment of its own below .bench/clients/, see CONTRIBUTING.md. At most this many seconds for
+# installing, and again for running:
+CLIENTS_SECONDS ?= 1800
+
+test-clients: $(READY)
+	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
+	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 tests/clients/test_python.py \
+		tests/clients/test_node.py tests/clients/test_vllm.py
 
 # What the router costs beside other proxies, see benchmarks/README.md
 bench: $(READY)

@@ -19,6 +19,7 @@ import msgspec
 
 _STEPS = 100_000
 """Quotes, brackets and backslashes before quotes after which the second reading is given up: about 20 ms."""
+_STEPS_OF_A_NAME = 10
 _BETWEEN = 1024 * 1024
 """Bytes outside of strings after which it is given up, and bytes of the largest body in UTF-16 or UTF-32: about 10 ms.
 What is in strings costs next to nothing, be it a picture of many megabytes."""
@@ -164,6 +165,7 @@ def _members(text: bytes) -> dict[str, tuple[int, int]] | None:
             spans[name] = (value_at, mark - len(rest) + len(rest.rstrip(_BLANK).removesuffix(b",").rstrip(_BLANK)))
         if colon is None:
             return spans
+        marks.spend(_STEPS_OF_A_NAME)
         name, value_at = str(_value(text[mark : marks.at])), colon.end()
     return None
 
@@ -210,7 +212,7 @@ class _Marks:
         start = mark.start()
         self._between -= start - self.at
         self.at = start + 1
-        self._step()
+        self.spend()
         if self._text[start] == _QUOTE and not self._skip_string():
             return None
         return start
@@ -235,7 +237,8 @@ class _Marks:
         self.at, self._steps = at, steps
         return end >= 0
 
-    def _step(self) -> None:
-        self._steps -= 1
+    def spend(self, steps: int = 1) -> None:
+        """Raises TooLarge."""
+        self._steps -= steps
         if self._steps < 0:
             raise TooLarge

@@ -46,6 +46,24 @@ def test_nothing_said() -> None:
     assert read_hints({}) == Hints()
 
 
+def test_the_names_of_sources_stand_for_their_headers() -> None:
+    """In any case; a header of such a name, and a misspelt name, are told apart by `header:`."""
+    assert {source.session for source in parse_source("Codex")} >= {b"thread-id", b"thread_id", b"session_id"}
+    assert parse_source("header:X-Chat/X-Above") == parse_source("x-chat/x-above")
+    assert parse_source("header:codex")[0].session == b"codex"
+    assert parse_source("header:a+b/+c") == parse_source("a+b/+c")
+    for misspelt in ("opencod", "Claude_Code", "dynamos"):
+        with pytest.raises(ValueError, match="did you mean"):
+            parse_source(misspelt)
+    assert Identifier(("header:a", "a")).wanted == {b"a", FINAL}
+
+
+def test_headers_that_are_known_and_not_read() -> None:
+    assert identifier.unread
+    assert not identifier.unread & identifier.wanted
+    assert Identifier(("dynamo",)).unread >= {b"session_id", b"x-session-affinity", b"x-claude-code-session-id"}
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_each_source_of_a_session(source: bytes) -> None:
     assert identify(of(source, b"abc")).session == (b"abc",)
@@ -116,15 +134,15 @@ def test_ids_that_are_refused(value: bytes, source: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_id_is_taken_whole_or_refused(value: bytes) -> None:
+def test_any_id_is_taken_whole_or_refused_or_none(value: bytes) -> None:
     trimmed = value.strip()
-    visible = all(0x21 <= byte <= 0x7E for byte in trimmed)
-    if not trimmed:
-        assert identify(of(b"session-id", value)).session is None
-    elif visible and len(trimmed) <= MAX_ID_BYTES:
-        assert identify(of(b"session-id", value)).session == (trimmed,)
-    else:
+    try:
+        said = identify(of(b"session-id", value))
+    except TurnError:
         assert refused(of(b"session-id", value))[0] == "invalid_session_id"
+        assert len(trimmed) > MAX_ID_BYTES or not all(0x21 <= byte <= 0x7E for byte in trimmed)
+    else:
+        assert said.session == ((trimmed,) if trimmed and not said.ignored else None)
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,7 @@ class Identifier:
         """Headers that are known to carry a session, and are not read."""
         self._first = self._headers[0][1] if self._headers else b""
         self._besides = self.wanted - {self._first}
+        self._why_none = functools.lru_cache(maxsize=2048)(_why_none)
         self._of_first = functools.lru_cache(maxsize=2048)(self._identity_of_first)
 
     @property
@@ -219,19 +220,40 @@ class Identifier:
 
     def _of_headers(self, noted: Noted, ignored: list[NoId]) -> tuple[Session | None, Session | None]:
         for source, name, parents in self._headers:
-            if name in noted and (own := _id(noted, name, ignored)):
+            if name in noted and (own := self._id(noted, name, ignored)):
                 session: Session = (own,)
                 parent: Session | None = None
-                if source.agent is not None and (agent := _id(noted, source.agent, ignored)):
+                if source.agent is not None and (agent := self._id(noted, source.agent, ignored)):
                     session, parent = (own, agent), (own,)
-                    if source.parent_agent is not None and (above := _id(noted, source.parent_agent, ignored)):
+                    if source.parent_agent is not None and (above := self._id(noted, source.parent_agent, ignored)):
                         parent = (own, above)
                 for name in parents:
-                    if name in noted and (above := _id(noted, name, ignored)):
+                    if name in noted and (above := self._id(noted, name, ignored)):
                         parent = (above,)
                         break
                 return session, None if parent == session else parent
         return None, None
+
+    def _id(self, noted: Noted, name: bytes, ignored: list[NoId]) -> bytes | None:
+        """The id that a header has; why it is none, if it is none, goes to `ignored`."""
+        values = noted.get(name)
+        if values is None:
+            return None
+        if len(values) == 1:
+            value: bytes | None = values[0].strip()
+        else:
+            kept = [each for each in values if self._why_none(each.strip()) is None]
+            value = _one({name: kept}, name, "invalid_session_id") if kept else None
+            ignored += filter(None, (self._why_none(each.strip()) for each in values))
+        if not value:
+            return None
+        why = self._why_none(value)
+        if why is not None:
+            ignored.append(why)
+            return None
+        if not _is_id(value):
+            raise _bad_id(value, name.decode())
+        return value
 
     def _of_body(self, body: Mapping[str, str], ignored: list[NoId]) -> Session | None:
         for source in self._bodies:
@@ -240,7 +262,7 @@ class Identifier:
                 said = _of_claude_code(text)
                 text = said if said is not None else "" if source.only_claude_codes else text
             own = free_id(text)
-            why = None if own.startswith(_HASHED) else _why_none(own)
+            why = None if own.startswith(_HASHED) else self._why_none(own)
             if why:
                 ignored.append(why)
             elif own:
@@ -299,24 +321,6 @@ def read_hints(noted: Noted) -> Hints:
         _rank(noted),
         PREFILL_HINTS[0] in noted or PREFILL_HINTS[1] in noted,
     )
-
-
-def _id(noted: Noted, name: bytes, ignored: list[NoId]) -> bytes | None:
-    """The id that a header has; why it is none, if it is none, goes to `ignored`."""
-    values = noted.get(name)
-    if values is None:
-        return None
-    kept = []
-    for each in values:
-        why = _why_none(each.strip())
-        if why:
-            ignored.append(why)
-        else:
-            kept.append(each)
-    value = _one({name: kept}, name, "invalid_session_id") if kept else None
-    if value and not _is_id(value):
-        raise _bad_id(value, name.decode())
-    return value
 
 
 def _rank(noted: Noted) -> int | None:

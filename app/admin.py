@@ -15,7 +15,7 @@ from app.errors import TurnError, documented
 from app.fleet.workers import Fleet
 from app.sessions.affinity import Affinity
 from app.sessions.entries import View
-from app.sessions.identity import MAX_ID_BYTES, KeyHasher
+from app.sessions.identity import KeyHasher, free_id
 from app.sessions.tenants import Admins
 
 _KEY_LENGTH = 40
@@ -51,9 +51,9 @@ def add_admin(
             if len(session) != _KEY_LENGTH or set(session) - set("0123456789abcdef"):
                 raise TurnError("invalid_session_id", f"a session's hash is {_KEY_LENGTH} hex digits", param="session")
             return session
-        parts = [part.encode() for part in (session.strip(), agent.strip()) if part.strip()]
-        if not parts or any(len(part) > MAX_ID_BYTES for part in parts):
-            raise TurnError("invalid_session_id", f"a session id has 1 to {MAX_ID_BYTES} bytes", param="session")
+        parts = [free_id(part) for part in (session, agent) if part.strip()]
+        if not parts:
+            raise TurnError("invalid_session_id", "a session id is not empty", param="session")
         return hasher.key(tenant.encode(), *parts)
 
     @routes.get("/session", summary="One session, by its id", responses=documented("not_found", *_OF_A_SESSION))

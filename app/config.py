@@ -250,8 +250,9 @@ class Access(_Group, title="who may"):
 class Sessions(_Group, title="sessions"):
     session_from: Annotated[Texts, _usable(Identifier)] = Field(
         DEFAULT_SOURCES,
-        description="Where a session's id is looked for, in this order: HEADER[+AGENT_HEADER][/PARENT_HEADER] or "
-        f"body:FIELD ({', '.join(BODY_FIELDS)}); repeatable (in a variable: separated by spaces).",
+        description=f"Where a session's id is looked for, in this order: {', '.join(DEFAULT_SOURCES)}, "
+        f"header:NAME[+AGENT_HEADER][/PARENT_HEADER] or body:FIELD ({', '.join(BODY_FIELDS)}); "
+        "repeatable (in a variable: separated by spaces).",
     )
     affinity: Literal["hard", "soft"] = "hard"
     """Whether a session may pass over its worker for one turn when that is overloaded (soft)."""
@@ -259,6 +260,8 @@ class Sessions(_Group, title="sessions"):
     """Turns in flight at a target from which on it counts as overloaded; 0: never."""
     parent_slack: int = Field(16, ge=0)
     """A child session follows its parent unless that target has more turns than this above the least."""
+    hints: Literal["follow", "pass"] = "follow"
+    """Placement hints of clients: followed here, or passed on unjudged (pass) to workers that are routers."""
     hint_conflict: Literal["override", "reject"] = "override"
     """A hint that a claim contradicts: the claim overrides it, or the turn is rejected (400)."""
     log_bindings: float = Field(0.0, ge=0, le=1)
@@ -377,6 +380,12 @@ class Settings(_Group):
             file = f"{name}_file"
             if SETTINGS[name].value(self).get_secret_value() and SETTINGS[file].value(self) is not None:
                 raise RelationError(name, file, "the secret is given twice; remove one")
+        if sessions.hints == "pass" and sessions.hint_conflict == "reject":
+            raise RelationError("hints", "hint_conflict", "hints that are not judged conflict with nothing; choose one")
+        if sessions.hints == "pass" and workers.policy == "direct":
+            raise RelationError(
+                "hints", "policy", "direct places by hints alone; follow them, or choose another policy"
+            )
         if workers.worker_ca is not None and not workers.worker_tls_verify:
             why = "certificates that are not verified need no CA; remove one of them"
             raise RelationError("worker_ca", "worker_tls_verify", why)

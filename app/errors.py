@@ -30,7 +30,6 @@ _SERVER = "server_error"
 
 TABLE: dict[str, ErrorShape] = {
     # the request itself
-    "invalid_json": ErrorShape(400, _INVALID),
     "invalid_request": ErrorShape(400, _INVALID),
     "invalid_session_id": ErrorShape(400, _INVALID),
     "invalid_hint": ErrorShape(400, _INVALID),

@@ -84,6 +84,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         rank_header=settings.workers.rank_header.lower().encode(),
         has_ranks=any(target.rank is not None for worker in fleet for target in worker.targets),
         body_limit=settings.limits.max_body_bytes,
+        judges_hints=settings.sessions.hints == "follow",
     )
 
     @contextlib.asynccontextmanager

@@ -23,10 +23,23 @@ TurnOutcome = Literal[
     "completed", "client_error", "worker_error", "aborted", "broken", "rejected", "unplaced", "failed", "explained"
 ]
 TURN_OUTCOMES: tuple[TurnOutcome, ...] = get_args(TurnOutcome)
+BodyUnread = Literal["compressed", "large", "malformed"]
+BODIES_UNREAD: tuple[BodyUnread, ...] = get_args(BodyUnread)
 CLOSE_OUTCOMES = ("closed", "gone", "superseded", "expired")
 CONNECT_OUTCOMES = ("ok", "failed")
+NoId = Literal["template", "nothing"]
+NO_IDS: tuple[NoId, ...] = get_args(NoId)
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
 RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died")
+SESSION_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "other",
+)
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
 
@@ -122,7 +135,25 @@ class Metrics(Collector):
             "coatcheck_hints_overridden", "Placement hints that an existing claim overrode."
         )
         self.hints_ignored = Counter(
-            "coatcheck_hints_ignored", "Hints of kinds that have no effect here, by kind.", {"kind": ("prefill",)}
+            "coatcheck_hints_ignored",
+            "Turns with hints that have no effect here, by kind.",
+            {"kind": ("prefill", "malformed")},
+        )
+        self.unnamed = Counter(
+            "coatcheck_turns_without_session", "Turns that name no session, by path.", {"path": SESSION_PATHS}
+        )
+        self.headers_unread = Counter(
+            "coatcheck_session_headers_unread",
+            "Turns without a session although a header was there that names one for others, by header.",
+            {"header": ()},
+        )
+        self.bodies_unread = Counter(
+            "coatcheck_session_bodies_unread",
+            "Turns without a session whose body might name one and was not read, by reason.",
+            {"reason": BODIES_UNREAD},
+        )
+        self.ids_ignored = Counter(
+            "coatcheck_session_ids_ignored", "Session ids that are none, by reason.", {"reason": NO_IDS}
         )
         self.final_unclear = Counter(
             "coatcheck_final_headers_unclear", "Final headers that say neither yes nor no; they count as no."
@@ -160,6 +191,11 @@ class Metrics(Collector):
             else:
                 name = "other"
         self.turns.cells[name, outcome] += 1
+
+    def turn_without_session(self, path: bytes) -> None:
+        """Count one turn. Only paths that many clients ask for get a series of their own."""
+        name = path.decode("latin-1")
+        self.unnamed.cells[name if (name,) in self.unnamed.cells else "other",] += 1
 
     def collect(self) -> Iterable[Metric]:
         for metric in vars(self).values():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
@@ -15,52 +13,20 @@ from app.http.exchange import Exchange
 from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, response_headers, sort_request
 from app.http.inplace import Wake
 from app.http.worker import Expected, WorkerConnection
+from app.metrics import BodyUnread
 from app.sessions.identity import HINTS, Identifier, Identity
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Tenants
+from app.turn.fields import FieldReader, Fields, TooLarge
 
 DRY_RUN = b"x-coatcheck-dry-run"
 """Asks where a turn would go, without sending it there."""
-_RARE = HINTS | {DRY_RUN}
-_WANTED = _RARE | {b"content-length", b"content-type", b"content-encoding", b"x-request-id", b"host"}
+_WANTED = HINTS | {DRY_RUN} | {b"content-length", b"content-type", b"content-encoding", b"x-request-id", b"host"}
 _YES = frozenset({b"1", b"true", b"yes", b"on"})
 _STREAMED_FROM = 256 * 1024
 """Bytes from which on a request body that says nothing of routing goes through as it comes; smaller ones, whole, can be
 sent again."""
 _EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
-
-
-class BodyHints(msgspec.Struct):
-    """Dynamo's extension of the request (`nvext`), as far as it places."""
-
-    backend_instance_id: str | int | None = None
-    decode_worker_id: str | int | None = None
-    prefill_worker_id: str | int | None = None
-    dp_rank: int | None = None
-    prefill_dp_rank: int | None = None
-
-
-class Fields(msgspec.Struct):
-    """What routing needs of a request body; everything else is skipped, and the bytes travel as they came."""
-
-    model: str | None = None
-    stream: bool | None = None
-    nvext: BodyHints | None = None
-
-    def ids(self) -> dict[str, Any]:
-        """The fields that a session's id may be in."""
-        return {}
-
-
-class _FieldsWithIds(Fields):
-    """Also what some clients fill with a session's id. The types are the worker's to judge."""
-
-    prompt_cache_key: Any = None
-    user: Any = None
-    metadata: Any = None
-
-    def ids(self) -> dict[str, Any]:
-        return {"prompt_cache_key": self.prompt_cache_key, "user": self.user, "metadata": self.metadata}
 
 
 _NO_FIELDS = Fields()
@@ -80,21 +46,24 @@ class Reading:
         rank_header: bytes = b"x-data-parallel-rank",
         has_ranks: bool = False,
         body_limit: int = 64 * 1024 * 1024,
+        judges_hints: bool = True,
     ) -> None:
         """Left out: the default sources of ids, no API keys, no trusted proxies.
 
         `worker_key` is sent to the workers in place of the client's key; empty: the client's is passed on.
         `rank_header`, in lower case, tells a worker the rank (the default is vLLM's); where a worker of the fleet
-        `has_ranks` it is ours to say. `body_limit` in bytes."""
+        `has_ranks` it is ours to say. `body_limit` in bytes. Without `judges_hints`
+        placement hints are for somebody behind this router."""
         self.identifier = identifier or Identifier()
         self.forwarding = forwarding or Forwarding()
         self.tenants = tenants if tenants is not None and len(tenants) else None
         self.body_limit = body_limit
         self.rank_line = b"\r\n%b: %%d" % rank_header
         self.key_line = b"authorization: Bearer %b\r\n" % worker_key if worker_key else b""
-        decoded = _FieldsWithIds if self.identifier.reads_body else Fields
-        self.decode: Callable[[bytes], Fields] = msgspec.json.Decoder(decoded).decode
-        self.wanted = _WANTED | FORWARDED | self.identifier.wanted
+        self.judges_hints = judges_hints
+        self.fields = FieldReader(self.identifier.body_fields)
+        self.rare = HINTS | {DRY_RUN} if judges_hints else frozenset({DRY_RUN})
+        self.wanted = _WANTED | FORWARDED | self.identifier.wanted | self.identifier.unread
         kept_back = NOT_TO_WORKER | {DRY_RUN, ADMIN_TOKEN}
         if self.tenants is not None:
             self.wanted |= CREDENTIALS
@@ -123,6 +92,10 @@ class Request:
     dry_run = False
     may_hint = False
     """There may be hints in it; most requests have none, and nobody need look."""
+    misfits = 0
+    """Hints in the body that are of a type that no hint has."""
+    unread: BodyUnread | None = None
+    """Why its body was not looked through for a session's id."""
     body = b""
     """All of it, or its first piece when there is `more`."""
     noted: Noted
@@ -148,8 +121,8 @@ class Request:
         self.id = _given_id(noted) or reading.next_id()
         if reading.tenants is not None:
             self.tenant = reading.tenants.authenticate(noted)
-        if not _RARE.isdisjoint(noted):
-            self.may_hint = True
+        if not reading.rare.isdisjoint(noted):
+            self.may_hint = reading.judges_hints
             self.dry_run = DRY_RUN in noted and noted[DRY_RUN][0].strip().lower() in _YES
         self.identity = reading.identifier.identify(noted)
 
@@ -161,6 +134,8 @@ class Request:
             self._length = int(declared[0])
             if self._length > cap:
                 raise _too_large(cap)
+        if _is_coded(noted) and _may_be_json(noted):
+            self.unread = "compressed"
         whole = _is_routable(noted) or 0 <= self._length <= _STREAMED_FROM
         body, more = await exchange.receive(cap + 1 if whole else 1)
         if len(body) > cap or (whole and more):
@@ -173,22 +148,33 @@ class Request:
         exchange.watch()
 
     def _read_fields(self, body: bytes, noted: Noted) -> None:
-        """Raises TurnError `invalid_json` or `invalid_request`, for bodies that say they are JSON; others are the
-        worker's business."""
+        """What cannot be read is the worker's business: it knows better what is wrong with it, if anything is."""
+        reading = self._reading
+        identifier = reading.identifier
+        unnamed = identifier.reads_body and self.identity.session is None
+        ids: dict[str, str] = {}
         try:
-            self.fields = fields = self._reading.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            kind = noted.get(b"content-type", (b"",))[0]
-            if b"json" not in kind.lower() or b"content-encoding" in noted:
+            if unnamed:
+                self.fields = reading.fields.decode_with_ids(body)
+                ids = reading.fields.ids(self.fields)
+            else:
+                self.fields = reading.fields.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            if not _is_routable(noted):
                 return
-            if isinstance(error, msgspec.ValidationError):
-                raise TurnError("invalid_request", f"the request body is not as expected: {error}") from error
-            raise TurnError("invalid_json", f"the request body is not valid JSON: {error}") from error
-        if fields.nvext is not None:
-            self.may_hint = True
-        identifier = self._reading.identifier
-        if identifier.reads_body and self.identity.session is None:
-            self.identity = identifier.identify(noted, fields.ids())
+            try:
+                found = reading.fields.find(body)
+            except TooLarge:
+                self.unread = "large"
+                return
+            if found is None:
+                self.unread = "malformed"
+                return
+            self.fields, ids, self.misfits = found.fields, found.ids, found.misfits
+        if self.fields.nvext is not None or self.misfits:
+            self.may_hint = reading.judges_hints
+        if unnamed and ids:
+            self.identity = identifier.identify(noted, ids)
 
     # -- on its way to a worker
 
@@ -266,9 +252,22 @@ def _given_id(noted: Noted) -> bytes | None:
 
 
 def _is_routable(noted: Noted) -> bool:
-    """Whether a request body may say where its turn is to go."""
+    """Whether a request body may say where its turn is to go: it is JSON, or does not say what it is."""
+    return not _is_coded(noted) and _may_be_json(noted)
+
+
+def _is_coded(noted: Noted) -> bool:
+    codings = noted.get(b"content-encoding")
+    return codings is not None and any(coding.strip().lower() not in (b"", b"identity") for coding in codings)
+
+
+def _may_be_json(noted: Noted) -> bool:
     kind = noted.get(b"content-type")
-    return b"content-encoding" not in noted and (kind is None or b"json" in kind[0].lower())
+    if kind is None or kind[0] == b"application/json":
+        return True
+    # Parameters say nothing of it (RFC 9110 8.3.1, RFC 6839 3.1).
+    media = kind[0].partition(b";")[0].strip().lower()
+    return media == b"application/json" or media.endswith(b"+json")
 
 
 def _chunk(data: bytes) -> bytes:

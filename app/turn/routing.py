@@ -13,7 +13,8 @@ from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding, Placement
 from app.sessions.identity import KeyHasher, read_hints
 from app.sessions.tenants import Admins
-from app.turn.request import BodyHints, Request
+from app.turn.fields import BodyHints
+from app.turn.request import Request
 
 _encode_json = msgspec.json.Encoder().encode
 _NO_HINTS = BodyHints()
@@ -88,6 +89,8 @@ class Routing:
         said, hints = read_hints(request.noted), request.fields.nvext or _NO_HINTS
         if said.prefill or hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None:
             self._metrics.hints_ignored.inc("prefill")
+        if request.misfits:
+            self._metrics.hints_ignored.inc("malformed")
         name = said.worker
         if name is None:
             given = hints.backend_instance_id if hints.backend_instance_id is not None else hints.decode_worker_id

@@ -156,6 +156,8 @@ class Turn:
                 self._binding = shared.routing.session(request)
         if request.identity.final_unclear:
             shared.metrics.final_unclear.inc()
+        for why in request.identity.ignored:
+            shared.metrics.ids_ignored.inc(why)
         if request.may_hint:
             self._hint = shared.routing.hint(request, self._exchange)
         self._presence.raise_if_gone()
@@ -164,6 +166,7 @@ class Turn:
         """Decide the target: the session's claim, else the client's hint, else the policy's choice."""
         routing, binding = self._shared.routing, self._binding
         if binding is None:
+            self._note_unnamed()
             self._go(routing.without_session(self._hint))
             return
         if not binding.bind_cached():
@@ -275,6 +278,19 @@ class Turn:
             metrics.hints_overridden.inc()
         if decision.how in ("none", "bypassed"):  # the affinity notes where it places sessions
             self._shared.fleet.note_placed(decision.target)
+
+    def _note_unnamed(self) -> None:
+        """Count a turn without a session, and what might have named one."""
+        request, metrics = self._request, self._shared.metrics
+        reading = self._shared.reading
+        metrics.turn_without_session(self._exchange.raw_path)
+        if request.unread is not None and reading.identifier.reads_body:
+            metrics.bodies_unread.inc(request.unread)
+        for header in reading.identifier.unread.intersection(request.noted):
+            name = header.decode()
+            if (name,) not in metrics.headers_unread.cells:
+                log.warning("%s names no session here: session-from does not list it (told once)", name)
+            metrics.headers_unread.inc(name)
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
         """Find another target after every worker in `lost` could not be reached."""

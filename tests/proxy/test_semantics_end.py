@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.raw import until
-from tests.support.room import JSON, Room, Rooms, Sentences, Turn
+from tests.support.room import Room, Rooms, Sentences, Turn
 
 says = Sentences()
 AT = "x-dynamo-worker-instance-id"
+NOBODY = {AT: "nobody"}
+"""A hint that the router refuses."""
 DRY = {"x-coatcheck-dry-run": "true"}
 
 
@@ -138,7 +140,7 @@ async def _(rooms: Rooms) -> None:
     async with rooms.open(dp=2) as room:
         refused: list[tuple[int, dict[str, Any]]] = [
             *((status, {"test": str(status)}) for status in (400, 401, 403, 404, 413, 422)),
-            (400, {"headers": JSON, "body": b"{"}),
+            (400, {"headers": NOBODY}),
             (400, {"headers": {"x-dynamo-dp-rank": "x"}}),
             (400, {"headers": {AT: "w9"}}),
             (413, {"headers": {"content-length": "999999999"}}),
@@ -190,7 +192,7 @@ async def _(rooms: Rooms) -> None:
             await room.turn(name)
         room.stores[0].go_away()
         assert (await room.turn("s", final=True)).status == 200
-        assert (await room.turn("refused", final=True, headers=JSON, body=b"{")).status == 400
+        assert (await room.turn("refused", final=True, headers=NOBODY)).status == 400
         for name in ("s", "refused"):
             assert await room.claim(name) is not None
         room.stores[0].return_()
@@ -331,7 +333,7 @@ async def _(rooms: Rooms) -> None:
                 assert (await client.get("/admin/session", params=query)).status_code == 200
                 for missing in ({"session": "s"}, {"session": "run", "tenant": "alice"}):
                     assert (await client.get("/admin/session", params=missing)).status_code == 404
-                for bad in ({"session": ""}, {"session": "s", "hashed": "true"}, {}, {"session": "a" * 300}):
+                for bad in ({"session": ""}, {"session": "s", "hashed": "true"}, {}):
                     answer = await client.get("/admin/session", params=bad)
                     assert (answer.status_code, answer.json().keys()) == (400, {"error"})
         room.release()

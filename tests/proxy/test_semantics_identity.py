@@ -20,7 +20,15 @@ async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
     await says[sentence](rooms)
 
 
-SOURCES = ("x-dynamo-session-id", "x-claude-code-session-id", "thread-id", "session-id", "x-session-id")
+SOURCES = (
+    *("x-dynamo-session-id", "x-claude-code-session-id"),
+    *("thread-id", "thread_id", "session-id", "session_id", "conversation-id", "conversation_id"),
+    *("x-session-id", "x-session-affinity"),
+)
+
+
+def of_user_id(user: str) -> bytes:
+    return json.dumps({"metadata": {"user_id": user}}).encode()
 
 
 @says("The first header in the order of `session-from` that has a value names the session; an empty one is absent.")
@@ -84,8 +92,16 @@ async def _(rooms: Rooms) -> None:
         assert await named(user=" ", prompt_cache_key="k", metadata=None) == "k"
         assert await named(user=7, metadata=["m"]) is None
         assert await named() is None
-        refused = await room.turn(headers=JSON, body=b'{"user": "two words"}')
-        assert refused.refusal == (400, "invalid_session_id")
+
+
+@says("The session in a `metadata.user_id` of Claude Code is the one that its header names, and needs no setting.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open() as room:
+        words = "user_0a1b_account_2c3d_session_run"
+        assert (await room.turn(headers=JSON, body=of_user_id(words))).how == "created"
+        assert (await room.turn(headers=JSON, body=of_user_id(json.dumps({"session_id": "run"})), at=1)).how == "stored"
+        assert (await room.turn(headers={"x-claude-code-session-id": "run"}, at=1)).how == "cached"
+        assert (await room.turn(headers=JSON, body=of_user_id("alice"))).how == "none"
 
 
 @says("A request id never names a session.")
@@ -107,7 +123,10 @@ async def _(rooms: Rooms) -> None:
         assert not {"create", "get", "close"} & room.calls().keys()
 
 
-@says("An id is 1 to 256 visible ASCII characters; any other, or two that differ, are answered 400, and nothing runs.")
+@says(
+    "A header's id is 1 to 256 visible ASCII characters; any other, or two that differ, are answered 400, and nothing "
+    "runs."
+)
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
         assert (await room.turn("~" * 256)).how == "created"
@@ -120,6 +139,55 @@ async def _(rooms: Rooms) -> None:
         assert (await room.turn("one", again=[("x-dynamo-session-id", "two")])).refusal == (400, "invalid_session_id")
         assert (await room.turn("one", again=[("x-dynamo-session-id", " one")])).status == 200
         assert room.served_count == before + 1
+
+
+@says("A field's id is any text, however long.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(session_from=("body:user",)) as room:
+        for text in ("Zoë Müller", "two words", "x" * 100_000, "日本\n語"):
+            body = json.dumps({"user": text}).encode()
+            first = await room.turn(headers=JSON, body=body)
+            again = await room.turn(headers=JSON, body=body, at=1)
+            assert (first.how, again.how, again.worker) == ("created", "stored", first.worker)
+        async with room.admin() as client:
+            for text in ("Zoë Müller", "x" * 1000):
+                await room.turn(headers=JSON, body=json.dumps({"user": text}).encode())
+                assert (await client.get("/admin/session", params={"session": text})).status_code == 200
+
+
+@says(
+    "Unfilled templates (`{{ID}}`, `${ID}`, `$(uuidgen)`), `null`, `undefined`, `none` and the nil UUID are no ids: as "
+    "if absent, and counted."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(replicas=1) as room:
+        none = ("{{ID}}", "${ID}", "$(uuidgen)", "null", "undefined", "None", "00000000-0000-0000-0000-000000000000")
+        for value in none:
+            assert (await room.turn(value, final=True)).how == "none"
+            assert await room.claim(value) is None
+            assert (await room.turn(value, headers={"x-session-id": "s"})).status == 200
+        assert await room.claim("s") is not None
+        assert dict(room.replicas[0].metrics.ids_ignored.cells) == {("template",): 6, ("nothing",): 8}
+
+
+@says(
+    "A body is found to name a session wherever a worker could read it: with a byte-order mark, in UTF-16, with `NaN`, "
+    "half a surrogate pair or deep nesting; of two equal fields the last one counts."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(session_from=("body:user",)) as room:
+        bodies = [
+            b'{"user": "u"}',
+            b'\xef\xbb\xbf{"user": "u"}',
+            '{"user": "u"}'.encode("utf-16"),
+            b'{"x": NaN, "user": "u"}',
+            b'{"x": "\\ud83d", "user": "u"}',
+            b'{"x": ' + b"[" * 2000 + b"]" * 2000 + b', "user": "u"}',
+            b'{"user": "v", "user": "u"}',
+            b'{"user": "v", "x": NaN, "us\\u0065r": "u"}',
+        ]
+        turns = [await room.turn(headers=JSON, body=body, at=at % 2) for at, body in enumerate(bodies)]
+        assert [turn.how for turn in turns] == ["created", "stored"] + ["cached"] * (len(bodies) - 2)
 
 
 @says(

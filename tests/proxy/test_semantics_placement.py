@@ -143,7 +143,10 @@ async def _(rooms: Rooms) -> None:
             assert (await room.turn("s", headers={RANK: bad})).refusal == (400, "invalid_hint")
 
 
-@says("Hints for a prefill stage are accepted, counted and have no effect.")
+@says(
+    "Hints for a prefill stage, and hints in the body of a type that no hint has, are accepted, counted and have no "
+    "effect."
+)
 async def _(rooms: Rooms) -> None:
     async with rooms.open(replicas=1) as room:
         ignored = room.replicas[0].metrics.hints_ignored.cells
@@ -152,6 +155,19 @@ async def _(rooms: Rooms) -> None:
         for nvext in (b'{"prefill_worker_id": 9}', b'{"prefill_dp_rank": 9}'):
             assert (await room.turn("s", headers=JSON, body=b'{"nvext": %b}' % nvext)).status == 200
         assert ignored["prefill",] == 4
+        for nvext in (b'{"dp_rank": "1"}', b"[]", b'{"backend_instance_id": {}}'):
+            assert (await room.turn("s", headers=JSON, body=b'{"nvext": %b}' % nvext)).status == 200
+        assert ignored["malformed",] == 3
+
+
+@says("With `hints = pass` hints are passed on unjudged and have no effect: they are for a router behind this one.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(hints="pass", workers=1) as room:
+        hints = {AT: "7587890123456789012", RANK: "any", "x-dynamo-prefill-instance-id": "9"}
+        for session in (None, "s"):
+            assert (await room.turn(session, headers=hints)).status == 200
+            assert hints.items() <= room.workers[0].turns[-1].items()
+            assert (await room.turn(session, headers=JSON, body=b'{"nvext": {"dp_rank": 9}}')).status == 200
 
 
 @says("With `policy = direct` a turn that has neither a claim nor a hint is answered 400.")

@@ -50,6 +50,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "rank_header": ("X-Rank", "X-Rank"),
     "overload": ("16", 16),
     "parent_slack": ("0", 0),
+    "hints": ("pass", "pass"),
     "hint_conflict": ("reject", "reject"),
     "api_keys": (str(KEYS), KEYS),
     "worker_api_key": ("sk-hush", SecretStr("sk-hush")),
@@ -104,8 +105,11 @@ BAD = [
     ("drain_delay", "601", "from 0 to 600"),
     ("drain_timeout", "1.5", "whole number"),
     ("log_level", "loud", "debug, info, warning, error"),
-    ("session_from", "x-chat id:x", "HEADER/PARENT_HEADER or body:FIELD"),
-    ("session_from", "body:messages", "prompt_cache_key, user, metadata.session_id"),
+    ("session_from", "x-chat id:x", "dynamo, claude-code, codex, opencode, header:NAME or body:FIELD"),
+    ("hints", "drop", "follow, pass"),
+    ("session_from", "opencod", "did you mean opencode?"),
+    ("session_from", "claude_code", "did you mean claude-code?"),
+    ("session_from", "body:messages", "prompt_cache_key, user, metadata.session_id, metadata.user_id"),
     ("session_from", "X-Request-ID", "cannot name a session"),
     ("rank_header", "X Rank", "X-data-parallel-rank"),
     ("affinity", "firm", "hard, soft"),
@@ -289,6 +293,8 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
         ({"store_deadline": "5", "session_ttl": "5"}, ("store_deadline", "session_ttl")),
         ({"turn_timeout": "5", "connect_timeout": "5"}, ("turn_timeout", "connect_timeout")),
         ({"affinity": "soft", "overload": "0"}, ("affinity", "overload")),
+        ({"hints": "pass", "hint_conflict": "reject"}, ("hints", "hint_conflict")),
+        ({"hints": "pass", "policy": "direct"}, ("hints", "policy")),
         ({"worker_ca": certifi.where(), "worker_tls_verify": False}, ("worker_ca", "worker_tls_verify")),
     ],
 )
@@ -369,7 +375,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_settings_survive_the_way_to_another_process_with_their_secrets() -> None:
-    apart = ("worker_tls_verify", *(f"{name}_file" for name in SECRETS))  # do not go with others
+    apart = ("worker_tls_verify", "hints", *(f"{name}_file" for name in SECRETS))  # do not go with others
     flags = {name: text for name, (text, _) in WRITTEN.items() if name not in apart}
     settings = read_settings(flags).settings
     assert Settings.load(settings.dump()) == settings

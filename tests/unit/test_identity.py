@@ -24,8 +24,9 @@ from app.sessions.identity import (
     read_hints,
 )
 
-SOURCES = [parse_source(text).session for text in DEFAULT_SOURCES]
-PARENTS = list(dict.fromkeys(parent for text in DEFAULT_SOURCES if (parent := parse_source(text).parent)))
+PARSED = [source for text in DEFAULT_SOURCES for source in parse_source(text)]
+SOURCES = [source.session for source in PARSED if source.session]
+PARENTS = list(dict.fromkeys(source.parent for source in PARSED if source.parent))
 identifier = Identifier()
 identify = identifier.identify
 
@@ -43,6 +44,24 @@ def refused(headers: Noted) -> tuple[str, str | None]:
 def test_nothing_said() -> None:
     assert identify({}) == Identity()
     assert read_hints({}) == Hints()
+
+
+def test_the_names_of_sources_stand_for_their_headers() -> None:
+    """In any case; a header of such a name, and a misspelt name, are told apart by `header:`."""
+    assert {source.session for source in parse_source("Codex")} >= {b"thread-id", b"thread_id", b"session_id"}
+    assert parse_source("header:X-Chat/X-Above") == parse_source("x-chat/x-above")
+    assert parse_source("header:codex")[0].session == b"codex"
+    assert parse_source("header:a+b/+c") == parse_source("a+b/+c")
+    for misspelt in ("opencod", "Claude_Code", "dynamos"):
+        with pytest.raises(ValueError, match="did you mean"):
+            parse_source(misspelt)
+    assert Identifier(("header:a", "a")).wanted == {b"a", FINAL}
+
+
+def test_headers_that_are_known_and_not_read() -> None:
+    assert identifier.unread
+    assert not identifier.unread & identifier.wanted
+    assert Identifier(("dynamo",)).unread >= {b"session_id", b"x-session-affinity", b"x-claude-code-session-id"}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -99,7 +118,7 @@ def test_a_request_id_is_no_session_id() -> None:
         (b"x" * MAX_ID_BYTES, b"x" * MAX_ID_BYTES),
         (b" " + b"x" * MAX_ID_BYTES + b" ", b"x" * MAX_ID_BYTES),
         (b"0", b"0"),
-        (b"null", b"null"),
+        (b"nullable", b"nullable"),
     ],
 )
 def test_ids_that_are_taken(value: bytes, session: bytes | None) -> None:
@@ -115,15 +134,15 @@ def test_ids_that_are_refused(value: bytes, source: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_id_is_taken_whole_or_refused(value: bytes) -> None:
+def test_any_id_is_taken_whole_or_refused_or_none(value: bytes) -> None:
     trimmed = value.strip()
-    visible = all(0x21 <= byte <= 0x7E for byte in trimmed)
-    if not trimmed:
-        assert identify(of(b"session-id", value)).session is None
-    elif visible and len(trimmed) <= MAX_ID_BYTES:
-        assert identify(of(b"session-id", value)).session == (trimmed,)
-    else:
+    try:
+        said = identify(of(b"session-id", value))
+    except TurnError:
         assert refused(of(b"session-id", value))[0] == "invalid_session_id"
+        assert len(trimmed) > MAX_ID_BYTES or not all(0x21 <= byte <= 0x7E for byte in trimmed)
+    else:
+        assert said.session == ((trimmed,) if trimmed and not said.ignored else None)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +228,7 @@ def test_prefill_hints_are_seen(name: bytes) -> None:
 )
 def test_sources_that_are_refused(text: str) -> None:
     if text in ("a/", "a+"):  # nothing is said after it
-        assert parse_source(text).headers == {b"a"}
+        assert parse_source(text)[0].headers == {b"a"}
         return
     with pytest.raises(ValueError):
         parse_source(text)

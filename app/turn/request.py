@@ -14,7 +14,8 @@ from app.fleet.workers import Target
 from app.http.exchange import Exchange
 from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, response_headers, sort_request
 from app.http.inplace import Wake
-from app.http.worker import Expected, WorkerConnection
+from app.http.response import Expected
+from app.http.worker import WorkerConnection
 from app.sessions.identity import HINTS, Identifier, Identity
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Tenants
 

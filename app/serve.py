@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http=client_protocol(  # type: ignore[arg-type]  # it calls it, and asks for no more of a class
+                http=client_protocol(
                     lambda path: router.turns if is_proxied(path) else None,
                     lambda: router.draining,
                     ClientLimits(

@@ -20,7 +20,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
@@ -243,11 +243,12 @@ def client_protocol(
     route: Route,
     draining: Callable[[], bool] = lambda: False,
     limits: ClientLimits | None = None,
-) -> Callable[..., ClientProtocol]:
+) -> type[asyncio.Protocol]:
     """What uvicorn is given as `http=`: makes the protocol that gives requests for a path to the proxy that `route`
-    answers, if any, and which ends each connection with its next answer while `draining`."""
+    answers, if any, and which ends each connection with its next answer while `draining`. uvicorn only calls it, and
+    asks for no more of a class."""
     limits = limits or ClientLimits()
-    return functools.partial(ClientProtocol, route, draining, limits, Watchman(limits))
+    return cast(type[asyncio.Protocol], functools.partial(ClientProtocol, route, draining, limits, Watchman(limits)))
 
 
 class Watchman:

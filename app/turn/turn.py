@@ -67,7 +67,9 @@ class Turns:
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 0.0
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Running now."""
         return len(self._running)
 
     def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:

@@ -166,7 +166,7 @@ def defined(node: ast.AST) -> set[str]:
         case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
             return {name}
         case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=slots)):
-            return {slot.value for slot in slots if isinstance(slot, ast.Constant)}
+            return {slot.value for slot in slots if isinstance(slot, ast.Constant) and isinstance(slot.value, str)}
     return set()
 
 

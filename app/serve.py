@@ -13,18 +13,21 @@ import errno
 import itertools
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, client_protocol
+from app.http.tcp import ask_for_life, give_up_on_silence
 from app.main import Router, create_app, is_proxied
 
 log = logging.getLogger("coatcheck")
@@ -49,6 +52,7 @@ def serve(settings: Settings) -> int:
         remedy = "free it or choose another --port" if error.errno == errno.EADDRINUSE else "choose another --host"
         where = f"{settings.listen.host}:{settings.listen.port}"
         raise Trouble(f"cannot listen on {where}: {error.strerror}; {remedy}") from None
+    raise_open_files()
     with contextlib.ExitStack() as stack:
         for listener in sockets:
             stack.enter_context(contextlib.closing(listener))
@@ -61,9 +65,14 @@ def serve(settings: Settings) -> int:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Bound sockets for every address that `host` means, all with one port. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses: list[tuple[int, tuple[Any, ...]]] = list(dict.fromkeys((entry[0], entry[4]) for entry in found))
+    if [address[0] for _, address in addresses] == ["::"]:
+        # Every address of this machine, as everybody takes it to mean. In two sockets, so that clients of IPv4 keep
+        # theirs as it is written.
+        addresses.append((socket.AF_INET, ("0.0.0.0", port)))
     sockets: list[socket.socket] = []
     absent = None
-    for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+    for family, address in addresses:
         shared_port = sockets[0].getsockname()[1] if sockets else port
         try:
             listener = socket.create_server(
@@ -79,10 +88,24 @@ def listen(host: str, port: int) -> list[socket.socket]:
             for bound in sockets:
                 bound.close()
             raise failure from error
+        # What it accepts has these from it.
+        ask_for_life(listener)
+        give_up_on_silence(listener)
         sockets.append(listener)
     if not sockets:
         raise absent or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     return sockets
+
+
+def raise_open_files() -> int:
+    """Let this process and its children have as many files open as the system allows: a connection is one. Answers how
+    many that is; -1: without limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # above what the kernel takes, or not ours to change
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return hard
+    return soft
 
 
 def configure_logging(level: str) -> None:
@@ -230,14 +253,17 @@ class _Supervisor:
 
 
 def _announcement(settings: Settings, sockets: list[socket.socket]) -> str:
-    host, port = sockets[0].getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    hosts = [listener.getsockname()[0] for listener in sockets]
+    port = sockets[0].getsockname()[1]
+    urls = [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     workers, processes = len(settings.workers.worker), settings.listen.processes
     parts = [
-        f"coatcheck {version()} at http://{address}",
+        f"coatcheck {version()} at {' and '.join(urls)}",
         f"{workers} worker{'s' * (workers != 1)}",
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
+        f"{files} open files" if files >= 0 else "open files without limit",
     ]
     return ", ".join(parts)
 

@@ -1,4 +1,4 @@
-"""A worker's answer, read. The parser is httptools (llhttp), which reads requests as well: both sides read HTTP alike."""
+"""A worker's answer, read. The parser is httptools (llhttp), as it is for requests: both sides read HTTP alike."""
 
 from __future__ import annotations
 

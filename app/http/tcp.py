@@ -23,9 +23,9 @@ _UNACKNOWLEDGED = (_PROBE_AFTER + _PROBE_EVERY * _PROBES) * 1000
 the system's own limit is a quarter of an hour."""
 _NEXT_ADDRESS_AFTER = 0.25
 """Seconds (RFC 8305 5)."""
-_INFO_BYTES = 128
-_RTT_AT, _ACKED_AT = 68, 120
-"""Of Linux's `struct tcp_info`: tcpi_rtt (microseconds) and tcpi_bytes_acked."""
+_INFO_BYTES = 216
+_ACKED_AT, _SENT_AT, _SENT_AGAIN_AT = 120, 200, 208
+"""Of Linux's `struct tcp_info`: tcpi_bytes_acked, tcpi_bytes_sent, tcpi_bytes_retrans."""
 
 Address = tuple[socket.AddressFamily, Any]
 """A family, and an address as its sockets have it."""
@@ -48,10 +48,12 @@ def give_up_on_silence(raw: Any) -> None:
 
 
 class Progress(NamedTuple):
+    """Of what was written to a connection, in bytes since its beginning, which counts as one."""
+
+    left: int
+    """Sent, each byte once."""
     acked: int
-    """Bytes that the other host has acknowledged since the connection began, and one for its beginning."""
-    round_trip: float
-    """Seconds, smoothed."""
+    """Acknowledged by the other host."""
 
 
 def progress(raw: Any) -> Progress | None:
@@ -62,7 +64,8 @@ def progress(raw: Any) -> Progress | None:
         return None
     if len(info) < _INFO_BYTES:
         return None
-    return Progress(struct.unpack_from("Q", info, _ACKED_AT)[0], struct.unpack_from("I", info, _RTT_AT)[0] / 1_000_000)
+    acked, sent, again = (struct.unpack_from("Q", info, at)[0] for at in (_ACKED_AT, _SENT_AT, _SENT_AGAIN_AT))
+    return Progress(1 + sent - again, acked)
 
 
 def unread(raw: Any, limit: int) -> bytes:

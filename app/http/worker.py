@@ -16,9 +16,6 @@ from app.http import tcp
 from app.http.inplace import Wake, direct_write
 from app.http.response import Expected, NotHttp, OnInterim, Response
 
-_ROUND_TRIPS, _SOON_AT_LEAST, _SOON_AT_MOST = 4, 0.005, 0.05
-"""Of a reused connection that is reset, so many round trips after the request, within bounds in seconds: what we have
-written had found it closed. What is reset later may have been read, though nothing was acknowledged."""
 _MOST_UNREAD = 8 << 20
 """Bytes that may wait in the kernel when a connection breaks."""
 _IDLE_A_WHILE = 0.1
@@ -296,7 +293,7 @@ class WorkerConnection(asyncio.Protocol):
             sink, self._sink = self._sink, None
             if sink is not None:
                 sink.on_data(b"", True)
-        elif not self.first_byte and self._was_closed_before():
+        elif not self.first_byte and self._was_closed_before(exc is None or self._ended):
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif response.status:
             self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))
@@ -307,16 +304,15 @@ class WorkerConnection(asyncio.Protocol):
                 ConnectionBroken("the worker closed the connection without a response; it may have read the request")
             )
 
-    def _was_closed_before(self) -> bool:
-        """Whether the worker had closed the connection when the request came, and has read nothing of it."""
-        if not self._used:
-            return False
-        seen = tcp.progress(self._socket)
+    def _was_closed_before(self, ended: bool) -> bool:
+        """Whether the worker had closed the connection when the request came, and has read nothing of it.
+
+        What a worker says acknowledges what it had got till then, its end (`ended`) too. A reset does not: whoever is
+        killed may have read what is not acknowledged, but for what has never left."""
+        seen = tcp.progress(self._socket) if self._used else None
         if seen is None or seen.acked > self._before:
             return False
-        # An end that the worker has said acknowledges what was there before it. A reset does not.
-        soon = min(max(seen.round_trip * _ROUND_TRIPS, _SOON_AT_LEAST), _SOON_AT_MOST)
-        return self._ended or self._loop.time() - self.last_read < soon
+        return ended or seen.left <= self._before
 
     def _count(self) -> None:
         """What is acknowledged stands for what was written; always true but while something is on its way."""
@@ -362,7 +358,7 @@ class WorkerConnection(asyncio.Protocol):
         except NotHttp as bad:
             self.fail(BadResponse(str(bad)))
             return
-        if response.status == 408 and self._head is not None and self._was_closed_before():
+        if response.status == 408 and self._head is not None and self._was_closed_before(True):
             # The worker's farewell to an idle connection, on its way when we wrote (RFC 9110 15.5.9).
             response.status = 0
             self.first_byte = False

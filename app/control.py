@@ -21,6 +21,8 @@ from app.http.headers import Noted
 from app.metrics import Metrics
 from app.sessions.tenants import Tenants
 
+_PROBED = ("/", "/healthz", "/livez", "/ping")
+"""What load balancers and orchestrators ask for when nobody has told them: as /health."""
 _MODELS_TIMEOUT = 5.0
 """Seconds that a worker has to list its models; slower ones are left out of that answer."""
 _FORWARDED = ("authorization", "x-api-key", "openai-organization", "openai-project")
@@ -52,6 +54,9 @@ def add_control_plane(
     @app.get("/health", summary="The process answers")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    for path in _PROBED:
+        app.add_api_route(path, health, include_in_schema=False)
 
     @app.get("/ready", summary="This replica may be sent traffic", responses=_NOT_READY)
     async def ready() -> Response:
@@ -91,7 +96,7 @@ def add_control_plane(
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
-            allow = (error.headers or {}).get("Allow", "")
+            allow = (error.headers or {}).get("Allow", "").replace("GET", "GET, HEAD")
             return _answer(
                 TurnError(
                     "method_not_allowed",

@@ -51,6 +51,7 @@ TABLE: dict[str, ErrorShape] = {
     # the attempt, before the head; in all but the first the worker may have begun to work on it
     "worker_unreachable": ErrorShape(503, _SERVER, retry=True, retry_after=1),
     "worker_reset": ErrorShape(502, _SERVER),
+    "workers_died": ErrorShape(502, _SERVER, retry=False),
     "worker_bad_response": ErrorShape(502, _SERVER, retry=False),
     "worker_timeout": ErrorShape(504, _SERVER, retry=False),
     # after the head (inside the stream)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from app.admin import add_admin
 from app.config import Settings, Workers
@@ -43,6 +44,12 @@ class Router(FastAPI):
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
     draining = False
     """Set before the port closes, so that `/ready` fails while turns are still taken."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
+            scope = {**scope, "method": "GET"}
+        await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         described = super().openapi()
@@ -141,7 +148,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             stack.callback(fleet.close)
             yield
 
-    app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.fleet, app.metrics = fleet, metrics
     app.admin_side = (
         FastAPI(title="coatcheck admin", docs_url=None, redoc_url=None)

@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import uvicorn
 from fastapi import FastAPI
@@ -30,6 +31,7 @@ from fastapi import FastAPI
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, client_protocol
+from app.http.tcp import ask_for_life, give_up_on_silence
 from app.listening import Place, listen_at_path, removed_at_end
 from app.main import Router, create_app, is_proxied
 from app.turn.turn import Turns
@@ -50,6 +52,7 @@ _SHORT_LIFE = 1.0
 
 def serve(settings: Settings) -> int:
     """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
+    raise_open_files()
     with _listening(settings) as listeners:
         if settings.listen.processes > 1:
             return _Supervisor(settings, listeners).run()
@@ -94,9 +97,14 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Bound sockets for every address that `host` means, all with one port. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    addresses: list[tuple[int, tuple[Any, ...]]] = list(dict.fromkeys((entry[0], entry[4]) for entry in found))
+    if [address[0] for _, address in addresses] == ["::"]:
+        # Every address of this machine, as everybody takes it to mean. In two sockets, so that clients of IPv4 keep
+        # theirs as it is written.
+        addresses.append((socket.AF_INET, ("0.0.0.0", port)))
     sockets: list[socket.socket] = []
     absent = None
-    for family, address in dict.fromkeys((entry[0], entry[4]) for entry in found):
+    for family, address in addresses:
         shared_port = sockets[0].getsockname()[1] if sockets else port
         try:
             listener = socket.create_server(
@@ -112,10 +120,24 @@ def listen(host: str, port: int) -> list[socket.socket]:
             for bound in sockets:
                 bound.close()
             raise failure from error
+        # What it accepts has these from it.
+        ask_for_life(listener)
+        give_up_on_silence(listener)
         sockets.append(listener)
     if not sockets:
         raise absent or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     return sockets
+
+
+def raise_open_files() -> int:
+    """Let this process and its children have as many files open as the system allows: a connection is one. Answers how
+    many that is; -1: without limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # above what the kernel takes, or not ours to change
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            return hard
+    return soft
 
 
 def configure_logging(level: str) -> None:
@@ -295,11 +317,13 @@ class _Supervisor:
 
 def _announce(settings: Settings, listeners: _Listeners) -> None:
     workers, processes = len(settings.workers.worker), settings.listen.processes
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     parts = [
-        f"coatcheck {version()} at {_where(listeners.public[0]).url}",
+        f"coatcheck {version()} at {' and '.join(_where(listener).url for listener in listeners.public)}",
         f"{workers} worker{'s' * (workers != 1)}",
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
+        f"{files} open files" if files >= 0 else "open files without limit",
     ]
     if listeners.admin:
         parts.append(f"admin API at {_where(listeners.admin[0]).url}")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import urlsplit
 
-from app.http.headers import Header
+from app.http.headers import Header, Origin
 from app.http.worker import Pool
 
 _AVOID_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -24,7 +24,7 @@ class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
     __slots__ = ("_avoid_until", "_clock", "_unreachable", "authority", "base_path", "host_line", "known", "name",
-                 "pool", "targets", "url")  # fmt: skip
+                 "origin", "pool", "targets", "url")  # fmt: skip
 
     def __init__(
         self, name: str, url: str, pool: Pool, *, ranks: int = 0, clock: Callable[[], float] = time.monotonic
@@ -37,6 +37,7 @@ class Worker:
         self.host_line = b" HTTP/1.1\r\nhost: %b\r\n" % self.authority
         """Ends the request line of what is sent to it."""
         self.base_path = parts.path.rstrip("/").encode()
+        self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
         self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
         self.known = True

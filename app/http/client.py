@@ -56,6 +56,7 @@ _NOT_HANDED_OVER = frozenset({b"connection", b"content-length", b"transfer-encod
 _LARGE = 65536
 """Bytes of a body from which on it goes past the parser, which would copy it."""
 _ENDLESS = sys.maxsize
+_ALLOWED = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _CONTROL_BODY = 1 << 20
 """Bytes that the body of a request to the control plane may have."""
 _LINGER = 30.0
@@ -448,10 +449,14 @@ class _Reader:
         method = parser.get_method()
         if method == b"CONNECT":
             raise TurnError("invalid_request", "this router makes no tunnels")
-        raw_path, query, path, strays = (_read_target if len(url) <= 256 else _read_target.__wrapped__)(url)
+        raw_path, query, path, strays, authority = (_read_target if len(url) <= 256 else _read_target.__wrapped__)(url)
         proxy = connection.route(path)
         if strays and proxy is not None:
             raise TurnError("invalid_request", "the path of the request leads elsewhere")
+        if method == b"TRACE" and proxy is not None:  # it would tell what we add on the way (RFC 9110 9.3.8)
+            raise TurnError("method_not_allowed", "TRACE is not allowed", headers=((b"allow", _ALLOWED),))
+        if authority:  # what Host says counts for nothing then (RFC 9112 3.2.2)
+            headers = [(b"host", authority), *(pair for pair in headers if pair[0] != b"host")]
         switches = b""
         if parser.should_upgrade():
             if proxy is not None and http_1_1 and method == b"GET":
@@ -496,26 +501,32 @@ def _request_line(method: bytes, target: bytes, http_1_1: bool) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_target(url: bytes) -> tuple[bytes, bytes, str, bool]:
-    """Of a request target: path and query as they came, the path as it is meant, and whether that leads elsewhere
-    by dots. Raises TurnError for what names no resource of ours."""
+def _read_target(url: bytes) -> tuple[bytes, bytes, str, bool, bytes]:
+    """Of a request target: path and query as they came (a mark without a query is the path's), the path as it is
+    meant, whether that leads elsewhere by dots, and the authority, if it has one. Raises TurnError for what names no
+    resource of ours."""
     if b"#" in url:
         raise TurnError("invalid_request", "a request target has no fragment")
+    authority = b""
     if not url.startswith(b"/"):
-        # The absolute form (RFC 9112 3.2.2); its authority means no more to us than Host does.
+        # The absolute form (RFC 9112 3.2.2)
         scheme, found, rest = url.partition(b"://")
         if not found or scheme.lower() not in (b"http", b"https"):
             raise TurnError("invalid_request", "the request target is not a path")
         authority, slash, path = rest.partition(b"/")
         if b"?" in authority:
             raise TurnError("invalid_request", "the request target has no path")
+        authority = authority.rpartition(b"@")[2]
+        if not _is_host(authority):
+            raise TurnError("invalid_request", "the request target names no host")
         url = slash + path or b"/"
     raw_path, _, query = url.partition(b"?")
     try:
         meant = unquote(raw_path.decode("ascii"))
     except UnicodeDecodeError:
         raise TurnError("invalid_request", "the request target is not ASCII") from None
-    return raw_path, query, meant, _DOTS.search(meant.encode("utf-8", "replace")) is not None
+    strays = _DOTS.search(meant.encode("utf-8", "replace")) is not None
+    return raw_path if query else url, query, meant, strays, authority
 
 
 def _websocket(headers: Sequence[Header]) -> bytes:

@@ -6,6 +6,7 @@ Names are lower-case, as ASGI has them. A request's headers are gone through onc
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable, Sequence
 
 Header = tuple[bytes, bytes]
@@ -107,38 +108,82 @@ def connection_named(value: bytes) -> set[bytes]:
     return {token.strip().lower() for token in value.split(b",")} - {b"close", b"keep-alive", b""}
 
 
-def response_headers(headers: list[Header], status: int) -> list[Header]:
-    """A worker's response headers without what belongs to its connection; a new list that the caller may extend."""
+_ADDRESSES = frozenset({b"location", b"content-location", b"link", b"refresh"})
+_LOOKED_AT = _NOT_TO_CLIENT | _ADDRESSES | {b"content-type"}
+_UNHINDERED = ((b"x-accel-buffering", b"no"), (b"cache-control", b"no-cache"))
+"""What keeps fronts (nginx and those that read its header; caches) from holding a stream of events back."""
+
+
+def response_headers(headers: list[Header], status: int, origin: Origin | None = None) -> list[Header]:
+    """A worker's response headers without what belongs to its connection, and with its own addresses made paths; a new
+    list that the caller may extend."""
     kept = []
+    events = False
     for pair in headers:
         name = pair[0]
-        if name not in _NOT_TO_CLIENT:
+        if name not in _LOOKED_AT:
             if not name.startswith(b"x-coatcheck-"):
                 kept.append(pair)
+        elif name == b"content-type":
+            kept.append(pair)
+            events = pair[1][:17].lower() == b"text/event-stream"
+        elif name in _ADDRESSES:
+            kept.append((name, origin.hide(name, pair[1])) if origin is not None else pair)
         elif name == b"connection" and connection_named(pair[1]):
             drop = {b"connection"}.union(*(connection_named(value) for key, value in headers if key == b"connection"))
-            return response_headers([other for other in headers if other[0] not in drop], status)
+            return response_headers([other for other in headers if other[0] not in drop], status, origin)
     if status in _BODILESS or status < 200:
         # RFC 9112 6.3: these have no body whatever the header says, and the server in front checks its length.
         return [pair for pair in kept if pair[0] != b"content-length"]
+    if events:
+        said = {name for name, _ in kept}
+        kept += [pair for pair in _UNHINDERED if pair[0] not in said]
     return kept
 
 
-def without_origin(headers: list[Header], authority: bytes) -> list[Header]:
-    """A redirect's headers with the addresses of the worker itself, whose `authority` that is, made paths: clients
-    cannot reach it, and shall not learn where it is."""
-    return [
-        (name, _path_at(value, authority)) if name in (b"location", b"content-location") else (name, value)
-        for name, value in headers
-    ]
+class Origin:
+    """Where a worker is, as it may say it in an answer. Clients cannot reach it, and shall not learn where it is: what
+    it has itself becomes a path of ours."""
+
+    def __init__(self, scheme: bytes, authority: bytes, base_path: bytes) -> None:
+        """`authority` with its port; `base_path` is what every path there begins with, without a slash at its end."""
+        self._scheme, self._authority, self._base = scheme, authority.lower(), base_path
+
+    def hide(self, name: bytes, value: bytes) -> bytes:
+        """The value of a header that has an address in it, or several."""
+        if name == b"link":
+            return _LINKED.sub(lambda found: b"<%b>" % self.path_of(found[1]), value)
+        if name == b"refresh":
+            return _REFRESHED.sub(lambda found: found[1] + self.path_of(found[2]), value)
+        return self.path_of(value)
+
+    def path_of(self, url: bytes) -> bytes:
+        """Of an address of the worker; any other is left as it is."""
+        found = _URL.fullmatch(url)
+        if found is None:
+            return self._below_base(url) if self._base and url[:1] == b"/" else url
+        scheme, authority, path = found.groups()
+        scheme = scheme.lower() if scheme else self._scheme
+        host = authority.rpartition(b"@")[2].lower()
+        if not _PORTED.search(host):
+            host = host.removesuffix(b":") + (b":443" if scheme == b"https" else b":80")
+        if host != self._authority:
+            return url
+        path = self._below_base(path if path[:1] == b"/" else b"/" + path)
+        # RFC 3986 4.2: a path that begins with two slashes would be taken for another host.
+        return b"/." + path if path[1:2] in (b"/", b"\\") else path
+
+    def _below_base(self, path: bytes) -> bytes:
+        rest = path[len(self._base) :]
+        if not path.startswith(self._base) or rest[:1] not in (b"", b"/", b"?", b"#"):
+            return path
+        return rest if rest[:1] == b"/" else b"/" + rest
 
 
-def _path_at(url: bytes, authority: bytes) -> bytes:
-    _, found, rest = url.partition(b"//")
-    at, slash, path = rest.partition(b"/")
-    if not found or url[:1] not in b"hH/" or at.lower() != authority or path.startswith(b"/"):
-        return url  # a path with two slashes would be taken for another host
-    return slash + path or b"/"
+_URL = re.compile(rb"(?:(https?):)?//([^/?#\\]*)(.*)", re.IGNORECASE | re.DOTALL)
+_PORTED = re.compile(rb":\d+$")
+_LINKED = re.compile(rb"<([^>]*)>")
+_REFRESHED = re.compile(rb"""^([\d.\s]+[;,]\s*(?:url\s*=\s*)?["']?)([^"']*)""", re.IGNORECASE)
 
 
 def header(headers: Iterable[Header], wanted: bytes) -> bytes | None:

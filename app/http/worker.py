@@ -1,32 +1,26 @@
 """HTTP/1.1 connections to workers, and the pool of idle ones.
 
 One connection carries one exchange at a time. The response head wakes the turn in place; from then on body bytes are
-*pushed* into the turn's sink from `data_received`, without a future or a task switch per piece. The parser is httptools
-(llhttp), the one that uvicorn has in front, so both sides read HTTP alike.
+*pushed* into the turn's sink from `data_received`, without a future or a task switch per piece.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import errno
-import re
 import ssl
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Protocol, cast
 
-import httptools
-
-from app.http.headers import Header
+from app.http import tcp
 from app.http.inplace import Wake, direct_write
+from app.http.response import Expected, NotHttp, OnInterim, Response
 
-_HEAD_BYTES = 256 * 1024
-"""A worker's response head may not be longer."""
-
-_STALE_WITHIN = 1.0
-"""Seconds after the request in which the end of a reused connection is the one that the worker had begun before it;
-later, the worker may have been at work on the request."""
+_MOST_UNREAD = 8 << 20
+"""Bytes that may wait in the kernel when a connection breaks."""
+_IDLE_A_WHILE = 0.1
+"""Seconds without a request after which a connection is looked at before it is used: what came just now may be waiting
+behind the event that brought the request."""
 
 # The router's own limits, not the worker's state.
 _OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -49,7 +43,7 @@ class LocalLimit(AttemptFailed):
 
 
 class StaleConnection(AttemptFailed):
-    """A reused connection closed at once, before any byte of a response: the worker had closed it while it was idle."""
+    """A reused connection turned out to be closed: the worker had ended it while it was idle, and has read nothing."""
 
 
 class ConnectionBroken(AttemptFailed):
@@ -62,20 +56,6 @@ class BadResponse(AttemptFailed):
 
 class AttemptTimeout(AttemptFailed):
     """The worker was silent longer than a limit allows."""
-
-
-class Expected(enum.Enum):
-    """What the request lets the worker answer."""
-
-    ANSWER = enum.auto()
-    HEAD = enum.auto()
-    """A head that may announce a body, without it: the method was HEAD."""
-    SWITCH = enum.auto()
-    """An answer, or 101 and then bytes of another protocol."""
-
-
-OnInterim = Callable[[int, list[Header]], None]
-"""Told of a 1xx response, other than 100: status and headers."""
 
 
 class Sink(Protocol):
@@ -91,139 +71,6 @@ class Sink(Protocol):
         """The body will not be completed."""
 
 
-class Response:
-    """What has come of one response, as httptools tells it. Made with its connection, begun anew for each request.
-
-    `pieces` is the body that nobody has taken yet. `framed` says that the head tells where the body ends, else the
-    connection's end does (`close_delimited`). `raw`: after 101 the bytes are another protocol's, and not parsed.
-    """
-
-    __slots__ = (
-        "_chunk_ended",
-        "_coded",
-        "_expected",
-        "_framed",
-        "_head_bytes",
-        "_interim",
-        "_parser",
-        "close_delimited",
-        "complete",
-        "headers",
-        "keep_alive",
-        "on_interim",
-        "pieces",
-        "raw",
-        "status",
-    )
-
-    def __init__(self) -> None:
-        self._parser: Any = httptools.HttpResponseParser(self)
-        self.begin(Expected.ANSWER, None)
-
-    def begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
-        self.status = 0
-        self.headers: list[Header] = []
-        self.complete = self.close_delimited = self.raw = False
-        self.keep_alive = True
-        self._expected, self.on_interim = expected, on_interim
-        self._head_bytes = 0
-        self._interim = self._framed = self._coded = self._chunk_ended = False
-        self.pieces: list[bytes] = []
-
-    def drop(self) -> None:
-        """The connection is gone. The parser holds our callbacks: end the reference cycle."""
-        self._parser = None
-
-    def feed(self, data: bytes) -> bool:
-        """What the worker sent. Returns whether the stream stands between two chunks now. Raises BadResponse."""
-        self._chunk_ended = False
-        if self.raw:
-            self.pieces.append(data)
-            return False
-        has_head = self.status != 0
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as switch:  # nothing else than that 101 raises it
-            self.pieces.append(data[switch.args[0] :])
-        except httptools.HttpParserError as error:
-            if not self.complete:
-                if isinstance(error.__context__, BadResponse):
-                    raise error.__context__ from None
-                raise BadResponse(f"the worker's response is not valid HTTP: {error}") from error
-            self.keep_alive = False  # a complete answer followed by rubbish: the answer stands
-        if not has_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > _HEAD_BYTES and (not self.status or _size(self.headers) > _HEAD_BYTES):
-                self.status = 0  # no head that could be relayed
-                raise BadResponse(f"the worker's response head is longer than {_HEAD_BYTES} bytes")
-        # Within the size of the next chunk there is no other line end.
-        return self._chunk_ended and not self.complete and data.endswith(b"\r\n")
-
-    # -- httptools' side
-
-    def on_message_begin(self) -> None:
-        if self.complete:
-            self.keep_alive = False  # a second response to one request
-        elif self.headers:  # of an interim response
-            self.headers = []
-            self._framed = self._coded = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.status:  # later ones are trailers, which end here
-            name = name.lower()
-            if name == b"content-length":
-                self._framed = True
-            elif name == b"transfer-encoding":
-                if self._coded or value.strip().lower() != b"chunked":
-                    raise BadResponse("the worker's response has a transfer coding other than chunked")
-                self._framed = self._coded = True
-            self.headers.append((name, value))
-
-    def on_headers_complete(self) -> None:
-        if self.complete:
-            return
-        if self._parser.get_http_version() not in ("1.1", "1.0"):
-            raise BadResponse("the worker speaks another version of HTTP")
-        status = self._parser.get_status_code()
-        if status < 200:
-            if status == 101:
-                if self._expected is not Expected.SWITCH:
-                    raise BadResponse("the worker switched protocols without being asked")
-                self.status, self.raw, self.keep_alive, self.close_delimited = status, True, False, True
-            else:
-                self._interim = True
-                if status != 100 and self.on_interim is not None:  # 100 answers what ends here
-                    self.on_interim(status, self.headers)
-            return
-        self.status = status
-        self.keep_alive = self._parser.should_keep_alive()
-        if self._expected is Expected.HEAD:
-            # llhttp does not know the request's method and would wait for the body that the header announces.
-            self.complete = True
-            self._parser = httptools.HttpResponseParser(self)
-        elif not self._framed and status not in (204, 304):
-            self.close_delimited = True  # RFC 9112 6.3, rule 8
-            self.keep_alive = False
-
-    def on_body(self, body: bytes) -> None:
-        if not self.complete:
-            self.pieces.append(body)
-        else:
-            self.keep_alive = False  # the body of an answer to HEAD: nobody knows where it ends
-
-    def on_chunk_header(self) -> None:
-        self._chunk_ended = False
-
-    def on_chunk_complete(self) -> None:
-        self._chunk_ended = True
-
-    def on_message_complete(self) -> None:
-        if self._interim:
-            self._interim = False
-        elif not self.raw:
-            self.complete = True
-
-
 class WorkerConnection(asyncio.Protocol):
     """One connection. `send` begins an exchange, `relay` starts the push, `release` ends it.
 
@@ -232,10 +79,15 @@ class WorkerConnection(asyncio.Protocol):
 
     Waking the turn and pushing into its sink run the turn in place, which may end the exchange, and another one may
     begin here at once. So each of these calls is the last thing that its caller does.
+
+    What the worker's kernel has acknowledged tells whether the worker can have read a request: `_before` is what it has
+    acknowledged when nothing of this exchange's request is, `_written` when all is that was written (without TLS).
     """
 
     __slots__ = (
+        "_before",
         "_between_chunks",
+        "_ended",
         "_exchange",
         "_failure",
         "_head",
@@ -244,9 +96,12 @@ class WorkerConnection(asyncio.Protocol):
         "_pool",
         "_room",
         "_sink",
+        "_socket",
+        "_tls",
         "_transport",
         "_used",
         "_write",
+        "_written",
         "connected",
         "first_byte",
         "idle_since",
@@ -265,6 +120,9 @@ class WorkerConnection(asyncio.Protocol):
         self.uploading = False
         """The request body is still being sent."""
         self._exchange = self._used = self._paused = self._between_chunks = False
+        self._ended = self._tls = False
+        self._socket: Any = None
+        self._before = self._written = 0
         self._room: Wake | None = None
         self._sink: Sink | None = None
         self._head: Wake | None = None
@@ -291,6 +149,10 @@ class WorkerConnection(asyncio.Protocol):
         self.uploading = more
         self._head = wake = Wake()
         self.last_read = self._loop.time()
+        if self._tls:
+            self._count()
+        self._before = self._written
+        self._written += len(head) + len(body)
         if self._transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif body and len(body) <= 65536:
@@ -306,6 +168,7 @@ class WorkerConnection(asyncio.Protocol):
         assert self._transport is not None
         if self.connected and self._exchange:
             self._transport.write(data)
+            self._written += len(data)
             self.last_read = self._loop.time()  # while we send, nobody expects an answer
             if self._room is not None:
                 await self._room
@@ -396,28 +259,69 @@ class WorkerConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses
         self._write = direct_write(self._transport)
+        self._socket = transport.get_extra_info("socket")
+        self._tls = transport.get_extra_info("sslcontext") is not None
         self.connected = True
+        tcp.ask_for_life(self._socket)
+        self._count()
+
+    def eof_received(self) -> None:
+        self._ended = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         response = self.response
         self.connected = False
-        response.drop()
         self._pool.closed(self)
+        if exc is not None and self._exchange and not response.complete and self._failure is None and not self._tls:
+            # Found out by writing, perhaps: the worker may have answered before it had read everything, and closed.
+            last_words = tcp.unread(self._socket, _MOST_UNREAD)
+            if last_words:
+                self._paused = False
+                self.data_received(last_words)
+        self._lose(exc)
+
+    def _lose(self, exc: Exception | None) -> None:
+        """Nothing more will come."""
+        response = self.response
+        response.drop()
         self.resume_writing()
         if not self._exchange or response.complete or self._failure is not None:
             return
-        if response.close_delimited and exc is None:
+        if response.close_delimited and (exc is None or self._ended):
             response.keep_alive = False
             response.complete = True
             sink, self._sink = self._sink, None
             if sink is not None:
                 sink.on_data(b"", True)
-        elif self._used and not self.first_byte and self._loop.time() - self.last_read < _STALE_WITHIN:
+        elif not self.first_byte and self._was_closed_before(exc is None or self._ended):
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif response.status:
             self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))
+        elif self.first_byte:
+            self._fail(ConnectionBroken("the worker closed the connection within the head of a response"))
         else:
-            self._fail(ConnectionBroken("the worker closed the connection without a response"))
+            self._fail(
+                ConnectionBroken("the worker closed the connection without a response; it may have read the request")
+            )
+
+    def _was_closed_before(self, ended: bool) -> bool:
+        """Whether the worker had closed the connection when the request came, and has read nothing of it.
+
+        What a worker says acknowledges what it had got till then, its end (`ended`) too. A reset does not: whoever is
+        killed may have read what is not acknowledged, but for what has never left."""
+        seen = tcp.progress(self._socket) if self._used else None
+        if seen is None or seen.acked > self._before:
+            return False
+        return ended or seen.left <= self._before
+
+    def _count(self) -> None:
+        """What is acknowledged stands for what was written; always true but while something is on its way."""
+        seen = tcp.progress(self._socket)
+        self._written = seen.acked if seen is not None else 0
+
+    def is_quiet(self) -> bool:
+        """Of an idle connection: nothing has come that nobody has asked for."""
+        return self._tls or tcp.is_quiet(self._socket)
 
     def pause_writing(self) -> None:
         self._room = Wake()
@@ -451,8 +355,14 @@ class WorkerConnection(asyncio.Protocol):
         self.first_byte = True
         try:
             self._between_chunks = response.feed(data)
-        except BadResponse as bad:
-            self.fail(bad)
+        except NotHttp as bad:
+            self.fail(BadResponse(str(bad)))
+            return
+        if response.status == 408 and self._head is not None and self._was_closed_before(True):
+            # The worker's farewell to an idle connection, on its way when we wrote (RFC 9110 15.5.9).
+            response.status = 0
+            self.first_byte = False
+            self.fail(StaleConnection("the worker had given the idle connection up"))
             return
         head, sink = self._head, self._sink
         if head is not None:
@@ -487,6 +397,7 @@ class Pool:
         that we seldom write into a connection that is being closed at the other end."""
         self._host, self._port, self._tls = host, port, tls
         self._server_name = server_name
+        self._is_name = not tcp.is_numeric(host)
         self._connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
         self._idle: deque[WorkerConnection] = deque()
         self._all: set[WorkerConnection] = set()
@@ -499,8 +410,11 @@ class Pool:
 
     def take(self) -> WorkerConnection | None:
         """The most recently used idle connection, or None: then `connect`."""
-        if self._idle:
-            return self._idle.pop()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection._loop.time() - connection.idle_since < _IDLE_A_WHILE or connection.is_quiet():
+                return connection
+            connection.close()
         return None
 
     async def connect(self) -> WorkerConnection:
@@ -508,23 +422,34 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_limit):
-                _, connection = await loop.create_connection(
-                    lambda: WorkerConnection(loop, self),
-                    self._host,
-                    self._port,
-                    ssl=self._tls,
-                    server_hostname=(self._server_name or self._host) if self._tls else None,
-                )
+                connection = await self._open(loop)
         except TimeoutError as error:
             raise ConnectFailed(f"no connection within {self._connect_limit:g} s") from error
         except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors
             if error.errno in _OUR_FAULT:
                 raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error
-            kind = ConnectRefused if _refused(error) else ConnectFailed
+            kind = ConnectRefused if error.errno == errno.ECONNREFUSED else ConnectFailed
             raise kind(error.strerror or str(error) or type(error).__name__) from error
         # Counted only now: uvloop never says connection_lost to one whose making was cancelled after connection_made.
         if connection.connected:
             self._all.add(connection)
+        return connection
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> WorkerConnection:
+        where: dict[str, Any] = {"host": self._host, "port": self._port}
+        if self._is_name:
+            where = {"sock": await tcp.dial(self._host, self._port)}
+        try:
+            _, connection = await loop.create_connection(
+                lambda: WorkerConnection(loop, self),
+                ssl=self._tls,
+                server_hostname=(self._server_name or self._host) if self._tls else None,
+                **where,
+            )
+        except BaseException:
+            if "sock" in where:
+                where["sock"].close()
+            raise
         return connection
 
     def give(self, connection: WorkerConnection) -> None:
@@ -560,15 +485,3 @@ class Pool:
             self._reaper = None
         while self._idle:
             self._idle.pop().close()
-
-
-def _size(headers: list[Header]) -> int:
-    return sum(len(name) + len(value) + 4 for name, value in headers)
-
-
-def _refused(error: OSError) -> bool:
-    """Where a name has several addresses, the loop tells of all in one text, without a number."""
-    if error.errno is not None:
-        return error.errno == errno.ECONNREFUSED
-    numbers = re.findall(r"\[Errno (\d+)\]", str(error))
-    return bool(numbers) and set(numbers) == {str(int(errno.ECONNREFUSED))}

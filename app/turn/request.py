@@ -10,9 +10,10 @@ import msgspec
 from app.errors import TurnError
 from app.fleet.workers import Target
 from app.http.exchange import Exchange
-from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, response_headers, sort_request
+from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, Origin, response_headers, sort_request
 from app.http.inplace import Wake
-from app.http.worker import Expected, WorkerConnection
+from app.http.response import Expected
+from app.http.worker import WorkerConnection
 from app.metrics import BodyUnread
 from app.sessions.identity import HINTS, Identifier, Identity
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Tenants
@@ -103,6 +104,8 @@ class Request:
     more = False
     """The rest of the body says nothing of routing and goes through as it comes."""
     _lines = b""
+    _origin: Origin | None = None
+    """Of the worker that it was sent to."""
     _length = -1
     """Of the body, as the head declares it; -1: it does not."""
 
@@ -186,6 +189,7 @@ class Request:
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
         """Head and body, or as much of it as is there. As `WorkerConnection.send`."""
         exchange = self._exchange
+        self._origin = target.worker.origin
         expected = Expected.HEAD if exchange.method == b"HEAD" else Expected.ANSWER
         return connection.send(
             self._head(target),
@@ -243,7 +247,7 @@ class Request:
 
     def _pass_interim(self, status: int, headers: list[Header]) -> None:
         """A worker's 1xx, to the client."""
-        self._exchange.interim(status, response_headers(headers, status))
+        self._exchange.interim(status, response_headers(headers, status, self._origin))
 
 
 def _given_id(noted: Noted) -> bytes | None:

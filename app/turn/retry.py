@@ -3,11 +3,11 @@
 A request is sent again only when no work can be done twice:
 
 - no connection could be made: surely nothing ran; the worker is lost, and the turn goes on at another one;
-- a reused connection was closed before any byte of an answer: it was closed already when we wrote into it, so the
-  request surely did not run; once more at the same worker, on a fresh connection;
+- a reused connection was closed already when we wrote into it, by what the worker's kernel acknowledged: the request
+  surely did not run; once more at the same worker, on a fresh connection;
 - the connection broke before any byte of an answer, and the worker, asked at once, refuses new ones: its process is
   gone, and what it had begun is gone with it; the worker is lost, and the turn goes on at another one. Once: a request
-  of which two workers have died is not taken to a third.
+  of which two workers have died is not taken to a third, and its client is told not to send it again either.
 
 A request whose body goes through as it comes, or that asks for another protocol, goes on a fresh connection and is sent
 once. Nothing else is tried again: the worker may be at work on it.
@@ -78,8 +78,11 @@ def after(failure: AttemptFailed, sent: Sent) -> Next:
     return Next.FAIL
 
 
-def error_of(failure: AttemptFailed) -> TurnError:
-    """What the client is told of an attempt that failed before a response began and is not made again."""
+def error_of(failure: AttemptFailed, *, killed: bool = False) -> TurnError:
+    """What the client is told of an attempt that failed before a response began and is not made again. `killed`: a
+    worker has died of the request before."""
+    if killed and isinstance(failure, ConnectionBroken):
+        return TurnError("workers_died", f"a worker died of this request, and a second one broke off: {failure}")
     if isinstance(failure, LocalLimit):
         return TurnError("overloaded", str(failure))
     if isinstance(failure, AttemptTimeout):

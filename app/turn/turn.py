@@ -18,7 +18,7 @@ import msgspec
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.workers import Fleet
 from app.http.exchange import Exchange
-from app.http.headers import Header, response_headers, without_origin
+from app.http.headers import Header, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
@@ -202,7 +202,7 @@ class Turn:
                     then = Next.FAIL
             self._attempt = None
             if then is Next.FAIL:
-                raise error_of(failure) from failure
+                raise error_of(failure, killed=killed) from failure
             metrics.retries.inc(then.value)
             fresh = once or then is Next.AGAIN
             if then is not Next.AGAIN:
@@ -220,9 +220,7 @@ class Turn:
             self._outcome = "worker_error" if status >= 500 else "client_error"
         if binding is not None:
             binding.answered(status)
-        headers = response_headers(connection.response.headers, status)
-        if 300 <= status < 400 or status == 201:
-            headers = without_origin(headers, target.worker.authority)
+        headers = response_headers(connection.response.headers, status, target.worker.origin)
         self._answer = answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
         self._exchange.start(status, headers + self._own_headers())
         if status == 101:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from app import children
 from app.config import Settings
+from app.serve import listen
 from app.serve import serve as serve_here
 
 ROOT = Path(__file__).parents[2]
@@ -200,3 +202,44 @@ def test_while_draining_each_answer_ends_its_connection(serve: Callable[..., Rou
     health = router.client.get(f"{router.url}/health")
     assert (refused.status_code, refused.headers["connection"]) == (400, "close")
     assert (health.status_code, health.headers["connection"]) == (200, "close")
+
+
+def test_all_addresses_means_those_of_both_families(serve: Callable[..., Router]) -> None:
+    router = serve("--host", "::")
+    port = int(re.search(r":(\d+)", router.announcement.partition("http://[::]")[2])[1])  # type: ignore[index]
+    assert f"http://[::]:{port} and http://0.0.0.0:{port}" in router.announcement
+    for host in ("127.0.0.1", "[::1]"):
+        assert router.client.get(f"http://{host}:{port}/health").status_code == 200
+
+
+def test_one_address_means_that_one(serve: Callable[..., Router]) -> None:
+    router = serve("--host", "::1")
+    port = int(router.url.rpartition(":")[2])
+    with pytest.raises(httpx.ConnectError):
+        router.client.get(f"http://127.0.0.1:{port}/health")
+
+
+def test_as_many_files_may_be_open_as_the_system_allows(serve: Callable[..., Router]) -> None:
+    """A connection is one; the soft limit is 1024 in most shells."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = min(hard, 4096) if hard > 0 else 4096
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024) if soft > 0 else 1024, hard))
+    try:
+        router = serve("--claims", "memory://")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    limits = Path(f"/proc/{router.process.pid}/limits").read_text()
+    found = re.search(r"Max open files\s+(\d+)\s+(\d+)", limits)
+    assert found
+    assert found[1] == found[2]
+    assert int(found[1]) >= allowed
+    assert f"{found[1]} open files" in router.announcement
+
+
+def test_clients_that_vanish_are_noticed() -> None:
+    """What is accepted has it from what listens."""
+    [listener] = listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+        assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from app.fleet.workers import Target
+from app.http.worker import WorkerConnection
 from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
 from tests.support.bench import FINAL, JSON, SESSION, Bench, bench
@@ -158,7 +159,7 @@ async def test_answers_without_a_body(response: bytes) -> None:
             client = await b.get(method="GET", body=b"")
             assert (client.body, client.complete) == (b"", True)
             assert b"content-length" not in client.headers
-        assert len(worker.peers) == 1
+        assert len(worker.peers) == (2 if b"content-length" in response else 1)  # a body that was announced may come
 
 
 @pytest.mark.parametrize(
@@ -172,19 +173,13 @@ async def test_head_ends_at_the_head(framing: bytes) -> None:
         assert client.headers.get(b"content-length") == (framing[16:-2] if framing.startswith(b"c") else None)
 
 
-async def test_connection_goes_on_after_head() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
-        await peer.request()
-        await peer.send(OK)
-        await peer.gone()
-
-    worker = Worker(script)
+@pytest.mark.parametrize(("line", "connections"), [(b"content-length: 0\r\n", 1), (b"content-length: 9\r\n", 2)])
+async def test_connection_goes_on_after_head_if_no_body_was_announced(line: bytes, connections: int) -> None:
+    worker = Worker(answers(b"HTTP/1.1 200 OK\r\n" + line + b"\r\n"))
     async with bench(worker) as b:
-        await b.get(method="HEAD", body=b"")
-        assert (await b.get()).body == b"{}"
-        assert len(worker.peers) == 1
+        for _ in range(2):
+            await b.get(method="HEAD", body=b"")
+        assert len(worker.peers) == connections
 
 
 async def test_answer_to_head_with_a_body_costs_the_connection() -> None:
@@ -327,22 +322,37 @@ async def test_answer_in_the_smallest_pieces(size: int) -> None:
 # -- tried again
 
 
-async def test_stale_connection_is_tried_once_more_at_the_same_worker() -> None:
-    async def once(peer: Peer) -> None:
-        await peer.request()
-        await peer.send(OK)
-        await peer.request()  # and closes without a byte: as a server whose idle limit has just passed
+async def answers_once(peer: Peer) -> None:
+    """And reads no more: closed by hand."""
+    await peer.request()
+    await peer.send(OK)
+    await asyncio.Event().wait()
 
-    worker = Worker(once, answers(OK))
+
+def closed_when_taken(b: Bench, worker: Worker) -> Callable[[], WorkerConnection | None]:
+    """The worker closes all that is open just before the router uses it, and so unseen by the router."""
+    take = b.worker().pool.take
+
+    def taken() -> WorkerConnection | None:
+        for peer in worker.peers:
+            peer.close()
+        return take()
+
+    return taken
+
+
+async def test_stale_connection_is_tried_once_more_at_the_same_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker(answers_once, answers(OK))
     async with bench(worker) as b:
         await b.get(SESSION)
+        monkeypatch.setattr(b.worker().pool, "take", closed_when_taken(b, worker))
         client = await b.get(SESSION)
         assert (client.status, client.headers[b"x-coatcheck-affinity"]) == (200, b"cached")
         assert len(worker.peers) == 2
         assert +Counter(b.metrics.retries.cells) == {("stale_connection",): 1}
 
 
-async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None:
+async def test_stale_retry_uses_a_fresh_connection_not_another_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three idle connections that all went stale cost one retry, not three."""
     gate = asyncio.Event()
 
@@ -350,7 +360,7 @@ async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None
         await peer.request()
         await gate.wait()
         await peer.send(OK)
-        await peer.request()
+        await asyncio.Event().wait()
 
     worker = Worker(once, once, once, answers(OK))
     async with bench(worker) as b:
@@ -360,25 +370,44 @@ async def test_stale_retry_uses_a_fresh_connection_not_another_old_one() -> None
         for client in clients:
             await client.finish()
         assert b.worker().pool.open == 3
+        monkeypatch.setattr(b.worker().pool, "take", closed_when_taken(b, worker))
         assert (await b.get()).status == 200
         assert len(worker.peers) == 4
         assert +Counter(b.metrics.retries.cells) == {("stale_connection",): 1}
 
 
-async def test_fresh_connection_that_closes_is_not_tried_again() -> None:
-    async def once(peer: Peer) -> None:
+@pytest.mark.parametrize("end", ["close", "reset"])
+@pytest.mark.parametrize("pause", [0.0, 0.02, 0.3])
+async def test_request_that_was_read_on_a_kept_connection_is_not_sent_again(end: str, pause: float) -> None:
+    """However soon the worker closes, and although it listens still: it may be at work."""
+
+    async def script(peer: Peer) -> None:
         await peer.request()
         await peer.send(OK)
         await peer.request()
+        await asyncio.sleep(pause)
+        peer.reset() if end == "reset" else peer.close()
 
+    worker = Worker(script, answers(OK))
+    async with bench(worker) as b:
+        await b.get(SESSION)
+        client = await b.get(SESSION)
+        assert (client.status, client.json["error"]["code"]) == (502, "worker_reset")
+        assert "may have read" in client.json["error"]["message"]
+        assert worker.carriers == [0, 0]
+        assert not +Counter(b.metrics.retries.cells)
+
+
+async def test_fresh_connection_that_closes_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(peer: Peer) -> None:
         await peer.request()
 
-    worker = Worker(once, never)
+    worker = Worker(answers_once, never)
     async with bench(worker) as b:
         await b.get()
+        monkeypatch.setattr(b.worker().pool, "take", closed_when_taken(b, worker))
         assert (await b.get()).status == 502
-        assert len(worker.requests) == 3
+        assert len(worker.requests) == 2
 
 
 async def test_reused_connection_that_breaks_after_a_byte_is_not_tried_again() -> None:

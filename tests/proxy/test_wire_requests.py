@@ -223,6 +223,8 @@ TARGETS = [
     b"/v1/x?a=http://evil/?b&c=//d",
     b"/v1/x,y:z@w$!*()'",
     b"/v1/http://evil/x",
+    b"/v1/x?",
+    b"/v1/x??",
     b"/v1/" + b"l" * 30_000 + b"?" + b"q" * 30_000,
 ]
 ABSOLUTE = {
@@ -400,7 +402,9 @@ ELSEWHERE = {
     "CONNECT to a path": b"CONNECT /v1/x HTTP/1.1\r\nhost: r\r\n\r\n",
     "CONNECT to an address": b"CONNECT http://evil/v1/x HTTP/1.1\r\nhost: r\r\n\r\n",
     "an absolute target of another path": b"GET http://evil/x HTTP/1.1\r\nhost: r\r\n\r\n",
-    "an absolute target without a path": b"GET http://evil HTTP/1.1\r\nhost: r\r\n\r\n",
+    "TRACE": b"TRACE /v1/x HTTP/1.1\r\nhost: r\r\n\r\n",
+    "an absolute target without a host": b"GET http:///v1/x HTTP/1.1\r\nhost: r\r\n\r\n",
+    "an absolute target with half a host": b"GET http://[::1/v1/x HTTP/1.1\r\nhost: r\r\n\r\n",
     "a path beside ours": b"GET /v1 HTTP/1.1\r\nhost: r\r\n\r\n",
 }
 
@@ -731,3 +735,86 @@ async def test_half_closed_client_has_left(live: Live, when: str) -> None:
                 await cut.wait()
         await live.rest(limit=1)
         await client.rest(limit=1)
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "told"),
+    [
+        (b"/v1/x", b"host: r.example\r\n", b"r.example"),
+        (b"http://a.example:81/v1/x", b"host: r.example\r\n", b"a.example:81"),
+        (b"http://user:word@a.example/v1/x", b"host: r.example\r\n", b"a.example"),
+        (b"http://[::1]:8000/v1/x", b"host: r.example\r\n", b"[::1]:8000"),
+    ],
+)
+async def test_host_of_an_absolute_target_is_the_one_that_counts(
+    live: Live, target: bytes, host: bytes, told: bytes
+) -> None:
+    """RFC 9112 3.2.2."""
+    async with live.worker(answers(OK)) as worker, live.client() as client:
+        await client.send(b"GET %b HTTP/1.1\r\n%b\r\n" % (target, host))
+        await client.answer(b"GET")
+    assert worker.requests[0].all(b"x-forwarded-host") == [told]
+
+
+async def test_host_of_an_absolute_target_of_http_1_0(live: Live) -> None:
+    async with live.worker(answers(OK)) as worker, live.client() as client:
+        await client.send(b"GET http://a.example/v1/x HTTP/1.0\r\n\r\n")
+        await client.answer(b"GET")
+    assert worker.requests[0].all(b"x-forwarded-host") == [b"a.example"]
+
+
+@pytest.mark.parametrize("target", [b"/v1/x", b"/health", b"/nothing"])
+async def test_leave_to_send_is_not_given_to_http_1_0(live: Live, target: bytes) -> None:
+    """RFC 9110 10.1.1. It does not know what that is, and would take it for the answer."""
+    request = b"POST %b HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 2\r\n\r\n" % target
+    async with live.worker(answers(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)), live.client() as client:
+        await client.send(request, b"{}", pause=0.05)
+        assert b" 100 " not in await client.rest()
+
+
+async def test_trace_is_refused_with_what_is_allowed(live: Live) -> None:
+    async with live.client() as client:
+        await client.send(b"TRACE /v1/x HTTP/1.1\r\nhost: r\r\n\r\n")
+        answer = await client.answer()
+        openai_error(answer, [405], "method_not_allowed")
+        assert b"GET, HEAD" in answer.all(b"allow")[0]
+    async with live.client() as client:
+        await client.send(b"TRACE /health HTTP/1.1\r\nhost: r\r\n\r\n")
+        answer = await client.answer()
+        assert (answer.status, answer.all(b"allow")) == (405, [b"GET, HEAD"])
+
+
+@pytest.mark.parametrize("path", [b"/", b"/healthz", b"/livez", b"/ping", b"/health", b"/ready", b"/metrics"])
+async def test_what_load_balancers_probe_is_answered_to_get_and_head(live: Live, path: bytes) -> None:
+    heads = []
+    for method in (b"GET", b"HEAD"):
+        async with live.client() as client:
+            await client.send(get(path).replace(b"GET", method))
+            answer = await client.answer(method)
+            assert answer.status == 200
+            assert bool(answer.body) is (method == b"GET")
+            assert not await client.rest()
+            heads.append([pair for pair in answer.headers if pair[0] != b"content-length"])
+    assert heads[0] == heads[1]
+
+
+async def test_head_of_models_and_of_what_is_not_there(live: Live) -> None:
+    listed = b'{"object":"list","data":[]}'
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(listed), listed)
+    async with live.worker(answers(answer)):
+        for path, status in ((b"/v1/models", 200), (b"/v1/models/none", 404), (b"/nothing", 404)):
+            async with live.client() as client:
+                await client.send(get(path).replace(b"GET", b"HEAD"))
+                assert (await client.answer(b"HEAD")).status == status
+
+
+@pytest.mark.parametrize(
+    "path", [b"/health/", b"/ready/", b"/metrics/", b"/v1/models/", b"/admin/workers/", b"//health"]
+)
+async def test_no_redirect_is_ours(live: Live, path: bytes) -> None:
+    """It would lead to whatever the request calls its host."""
+    async with live.worker(answers(OK)), live.client() as client:
+        await client.send(get(path).replace(b"r.example", b"evil.example"))
+        answer = await client.answer(b"GET")
+        assert not 300 <= answer.status < 400
+        assert not answer.all(b"location")

@@ -18,6 +18,8 @@ OURS_TO_WORKER = {b"host", b"content-length", b"transfer-encoding", b"x-request-
     b"x-forwarded-host",
 }
 OURS_TO_CLIENT = {b"content-length", b"transfer-encoding", b"connection", b"x-request-id"}
+UNHINDERED = ((b"x-accel-buffering", b"no"), (b"cache-control", b"no-cache"))
+"""What the router adds to streams of events."""
 ENDS_HERE = {b"expect", b"forwarded", b"x-real-ip"}
 """Of a request from a peer that is not trusted."""
 
@@ -77,7 +79,7 @@ class Answer(Message):
     @property
     def normal(self) -> bytes:
         """As it is written, without the lines that are the router's to say."""
-        kept = [pair for pair in self.headers if not pair[0].startswith(b"x-coatcheck-")]
+        kept = [pair for pair in self.headers if not pair[0].startswith(b"x-coatcheck-") and pair not in UNHINDERED]
         return _written(b"%d" % self.status, Message(kept, self.body, self.framing), OURS_TO_CLIENT)
 
 

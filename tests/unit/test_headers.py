@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.http.headers import HOP_BY_HOP, Header, connection_named, header, response_headers, sort_request
+from app.http.headers import HOP_BY_HOP, Header, Origin, connection_named, header, response_headers, sort_request
 
 WANTED = frozenset({b"session-id", b"content-length"})
 
@@ -71,3 +71,43 @@ def test_response_headers_is_a_new_list() -> None:
 def test_header() -> None:
     assert header([(b"a", b"1"), (b"a", b"2")], b"a") == b"1"
     assert header([(b"a", b"1")], b"b") is None
+
+
+PREFIXED = Origin(b"http", b"Worker.example:80", b"/llm/a")
+PATHS = {
+    b"http://worker.example/llm/a/v1/x?y": b"/v1/x?y",
+    b"http://worker.example:80/llm/a/v1/x": b"/v1/x",
+    b"HTTP://WORKER.example:/llm/a": b"/",
+    b"//worker.example/llm/a?x": b"/?x",
+    b"http://user@worker.example/llm/a/v1/x": b"/v1/x",
+    b"/llm/a/v1/x": b"/v1/x",
+    b"/llm/a": b"/",
+    b"/llm/a#f": b"/#f",
+    b"/llm/ab/v1/x": b"/llm/ab/v1/x",
+    b"http://worker.example/other": b"/other",
+    b"http://worker.example/llm/a//evil/x": b"/.//evil/x",
+    b"http://worker.example/llm/a/\\evil/x": b"/./\\evil/x",
+    b"https://worker.example/llm/a/v1/x": b"https://worker.example/llm/a/v1/x",  # port 443
+    b"http://worker.example:81/llm/a/v1/x": b"http://worker.example:81/llm/a/v1/x",
+    b"http://worker.example.evil/llm/a": b"http://worker.example.evil/llm/a",
+    b"ftp://worker.example/llm/a": b"ftp://worker.example/llm/a",
+    b"v1/x": b"v1/x",
+    b"": b"",
+}
+
+
+@pytest.mark.parametrize(("said", "told"), PATHS.items())
+def test_addresses_of_a_worker_become_paths(said: bytes, told: bytes) -> None:
+    assert PREFIXED.hide(b"location", said) == told
+    assert PREFIXED.hide(b"link", b"<%b>; rel=a, <%b>" % (said, said)) == b"<%b>; rel=a, <%b>" % (told, told)
+    if said:
+        assert PREFIXED.hide(b"refresh", b"0;URL='%b'" % said) == b"0;URL='%b'" % told
+
+
+def test_refresh_without_an_address() -> None:
+    assert PREFIXED.hide(b"refresh", b"5") == b"5"
+
+
+def test_default_port_of_tls() -> None:
+    assert Origin(b"https", b"w:443", b"").path_of(b"https://w/x") == b"/x"
+    assert Origin(b"https", b"w:443", b"").path_of(b"//w/x") == b"/x"

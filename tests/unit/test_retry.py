@@ -67,3 +67,10 @@ def test_what_the_client_is_told(failure: type[AttemptFailed], code: str) -> Non
     error = error_of(failure("the reason"))
     assert (error.code, str(error)) == (code, "the reason")
     assert code in TABLE
+
+
+def test_a_request_of_which_two_workers_died_is_not_to_be_sent_again() -> None:
+    """By the client either: its library would go on by itself."""
+    error = error_of(ConnectionBroken("the reason"), killed=True)
+    assert (error.code, TABLE[error.code].retry) == ("workers_died", False)
+    assert error_of(AttemptTimeout("x"), killed=True).code == "worker_timeout"

@@ -121,6 +121,7 @@ class Server(uvicorn.Server):
                         head_bytes=settings.limits.max_header_bytes,
                         head_wait=settings.limits.client_head_timeout,
                         body_wait=settings.limits.client_body_timeout,
+                        read_wait=settings.limits.client_read_timeout,
                         idle=settings.listen.keepalive_timeout,
                     ),
                 ),

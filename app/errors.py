@@ -2,9 +2,9 @@
 
 A failure is named by its phase. Only the table knows HTTP: status, the type of OpenAI's error object, and whether
 trying again can help (`Retry-After`, and `x-should-retry`, which the official clients obey). The path chooses the
-shape, because a client shows an error only in its own API's: OpenAI's `{"error": {"message", "type", "param", "code"}}`,
-or below `/v1/messages` Anthropic's `{"type": "error", "error": {"type", "message"}, "request_id"}`, whose types go by
-the status.
+shape, because a client shows an error only in that of its API: OpenAI's `{"error": {"message", "type", "param",
+"code"}}`, or below `/v1/messages` Anthropic's `{"type": "error", "error": {"type", "message"}, "request_id"}`, whose
+types go by the status.
 """
 
 from __future__ import annotations

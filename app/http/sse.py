@@ -25,7 +25,7 @@ _TYPED = re.compile(rb'[\r\n]data: ?(\{[^\r\n]*"type"[ ]*:[ ]*"%b"[^\r\n]*\})(?:
 _LAST_TYPES = frozenset({"message_stop", "response.completed", "response.incomplete", "response.failed"})
 _BLANK_LINE = (b"\n\n", b"\r\r", b"\n\r\n")
 _FRAMES = 8
-_LONG = 1024
+LONG = 1024
 _OPENING = 512
 
 
@@ -54,9 +54,9 @@ _type_of = msgspec.json.Decoder(_Typed).decode
 
 class Trail(deque[bytes | tuple[bytes]]):
     """What went by last of a stream. It is looked at only when something has gone wrong, and so costs a stream next to
-    nothing: chunks are appended as they came, framing and all, other pieces of the body by `note`.
+    nothing: chunks that are not `LONG` are appended as they came, framing and all, all else is told to `note`.
 
-    Of an event that comes in many pieces its opening is kept apart."""
+    Of a long event that comes in many pieces its opening is kept apart."""
 
     __slots__ = ("_opening",)
 
@@ -65,7 +65,7 @@ class Trail(deque[bytes | tuple[bytes]]):
         self._opening = b""
 
     def note(self, data: bytes) -> None:
-        if len(data) <= _LONG:
+        if len(data) <= LONG:
             self.append((data,))
             return
         fresh = not self or _data(self[-1]).endswith(_BLANK_LINE)
@@ -75,7 +75,7 @@ class Trail(deque[bytes | tuple[bytes]]):
             self._opening = data[at : at + _OPENING] if at >= 0 else b"\n" + data[:_OPENING]
             self.clear()  # so that all that is kept comes behind it
         # The mark stands for what is left out, and begins no line.
-        self.append((b"\0" + data[max(at + 2, len(data) - _LONG) :],))
+        self.append((b"\0" + data[max(at + 2, len(data) - LONG) :],))
 
     def _text(self) -> bytes:
         start = b"\n" if len(self) < _FRAMES and not self._opening else b""

@@ -128,7 +128,10 @@ class Answer:
             self.on_data(frame[start:-2], False)
             return
         if self._trail is not None:
-            self._trail.append(frame)
+            if len(frame) > sse.LONG:
+                self._trail.note(frame[start:-2])
+            else:
+                self._trail.append(frame)
         if not self._exchange.write_chunk(frame, start):
             self._stall()
 

@@ -241,7 +241,7 @@ class Turn:
         self._presence.raise_if_gone()
         if self._binding is not None and self._binding.holds_end:
             await self._presence.in_any_case(self._binding.close())
-        if answer.over:
+        if self._left_at or answer.over:
             answer.end()
         else:
             self._outcome = "broken"

@@ -538,12 +538,11 @@ async def test_failure_while_the_client_is_slow_gives_everything_back_at_once(fi
 
     async def script(peer: Peer) -> None:
         await peer.request()
-        await peer.send(STREAM)
-        for _ in range(400):
-            await peer.send(chunk(event))  # each in one piece
+        # Slowly, so that each is read by itself and the client is full between two.
+        await peer.send(STREAM, *[chunk(event)] * 150)
         await peer.gone()
 
-    async with bench(Worker(script), limits=Limits(total=0.6)) as b:
+    async with bench(Worker(script), limits=Limits(total=1.0)) as b:
         client = b.request(SESSION, *([FINAL] if final else []), little=True)
         client.stall()
         client.start()

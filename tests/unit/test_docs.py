@@ -7,7 +7,9 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,6 +24,7 @@ from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
 from app.turn.request import DRY_RUN
 from app.turn.retry import Next
 from backends.base import CloseOutcome
+from mocker.faults import Fault, Mode
 from tests.proxy import test_semantics_end, test_semantics_identity, test_semantics_placement
 
 ROOT = Path(__file__).parents[2]
@@ -201,6 +204,14 @@ def test_the_headers_are_those_that_are_read() -> None:
         assert header.decode() in words
     for outcome in AFFINITY_OUTCOMES:
         assert f"`{outcome}`" in section(REFERENCE, "Headers")
+
+
+def test_the_faults_of_mock_workers_are_those_that_can_be_ordered() -> None:
+    told = rows(section(REFERENCE, "Mock workers"), "Fault")
+    assert tuple(cells[0].strip("`") for cells in told) == get_args(Mode)
+    for _, text in told:
+        named = set(re.findall(r"`([a-z]+_[a-z]+)`", text))
+        assert named <= {field.name for field in msgspec.structs.fields(Fault)}
 
 
 # --- what a session is -----------------------------------------------------------------------------------------------

@@ -12,71 +12,18 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvloop
-from openai.types.chat import ChatCompletionMessageParam
 
 from mocker import cli
 from mocker.cache import BRANCHES, PrefixCache, common_prefix, count_tokens
-from mocker.server import create_mock
 from mocker.settings import MockSettings
-
-HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
-CHAT = {"model": "mock-model", "messages": HELLO}
-
-
-class Worker:
-    """A mock worker on a free port, served by a thread of this process."""
-
-    def __init__(self, **settings: Any) -> None:
-        self._listener = cli.listen("127.0.0.1", 0)
-        self.host, self.port = self._listener.getsockname()[:2]
-        self.url = f"http://{self.host}:{self.port}"
-        self._app = create_mock(MockSettings(**{"name": "unit", "ttft_ms": 5, "itl_ms": 1, **settings}))
-        ready = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
-        self._thread.start()
-        assert ready.wait(10)
-        self.http = httpx.Client(base_url=self.url, trust_env=False, timeout=10)
-
-    def _run(self, ready: threading.Event) -> None:
-        async def serve() -> None:
-            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-            ready.set()
-            await cli.serve([(self._app, self._listener)], self._stop)
-
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve())
-
-    def close(self) -> None:
-        self.http.close()
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def get(self, path: str) -> Any:
-        return self.http.get(path).raise_for_status().json()
-
-    def turns(self, session: str) -> list[dict[str, Any]]:
-        turns: list[dict[str, Any]] = self.get(f"/mock/turns?session={session}")["turns"]
-        return turns
-
-    def connect(self, session: str, **request: Any) -> socket.socket:
-        """Send a turn; the answer is left to the caller."""
-        body = json.dumps({**CHAT, **request}).encode()
-        connection = socket.create_connection((self.host, self.port), timeout=5)
-        connection.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-dynamo-session-id: %s\r\ncontent-length: %d\r\n\r\n%s"
-            % (session.encode(), len(body), body)
-        )
-        return connection
+from tests.support.mocks import CHAT, HELLO, Worker, eventually
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +55,6 @@ async def async_client(worker: Worker) -> AsyncIterator[openai.AsyncOpenAI]:
         base_url=f"{worker.url}/v1", api_key="any", max_retries=0, http_client=transport
     ) as client:
         yield client
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0.01)
 
 
 # --- answers, by the official client ---------------------------------------------------------------------------------
@@ -240,7 +180,7 @@ def test_text_depends_on_the_seed_and_the_prompt_only(worker: Worker) -> None:
         ("POST", "/v1/chat/completions", {"model": "mock-model"}, 400, None, "messages"),
         ("POST", "/v1/chat/completions", {**CHAT, "messages": []}, 400, None, "messages"),
         ("POST", "/v1/chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, None, None),
-        ("POST", "/v1/chat/completions", {**CHAT, "n": 2}, 400, None, "n"),
+        ("POST", "/v1/chat/completions", {**CHAT, "n": 0}, 400, None, "n"),
         ("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400, None, "max_tokens"),
         ("POST", "/v1/completions", {"model": "mock-model"}, 400, None, "prompt"),
         ("POST", "/v1/completions", {"model": "mock-model", "prompt": ["a", "b"]}, 400, None, "prompt"),
@@ -250,7 +190,8 @@ def test_text_depends_on_the_seed_and_the_prompt_only(worker: Worker) -> None:
         ("POST", "/mock/faults", {"mode": "hang", "tims": 2}, 400, None, None),
         ("GET", "/v1/chat/completions", "", 405, None, None),
         ("PUT", "/health", "", 405, None, None),
-        ("POST", "/v1/responses", {}, 404, None, None),
+        ("POST", "/v1/responses", {}, 400, None, "model"),
+        ("POST", "/v1/nothing", {}, 404, None, None),
     ],
 )
 def test_errors_have_openais_shape(
@@ -373,6 +314,7 @@ def test_a_turn_is_recorded_when_its_answer_has_been_read(worker: Worker) -> Non
     assert turn.pop("prompt_tokens") > 5
     assert turn == {
         "session": "rec",
+        "named_by": "x-dynamo-session-id",
         "rank": 1,
         "model": "mock-model",
         "stream": True,
@@ -380,7 +322,10 @@ def test_a_turn_is_recorded_when_its_answer_has_been_read(worker: Worker) -> Non
         "cached_tokens": 0,
         "completion_tokens": 3,
         "request_id": "r-1",
+        "method": "POST",
         "path": "/v1/chat/completions",
+        "authorization": None,
+        "api_key": None,
         "fault": None,
     }
 

@@ -320,6 +320,8 @@ class Limits(_Group, title="limits of a turn"):
     """Seconds from a request's first byte to the end of its head; 0: no limit."""
     client_body_timeout: float = Field(60.0, ge=0, le=3600)
     """Seconds a client may pause within a request body; 0: no limit."""
+    client_read_timeout: float = Field(300.0, ge=0, le=86_400)
+    """Seconds a client may take nothing of its answer; 0: no limit."""
 
 
 class Process(_Group, title="shutdown and log"):

@@ -84,33 +84,35 @@ def add_control_plane(
         raise TurnError("model_not_found", f"no worker has the model {name!r}", param="model")
 
     @app.exception_handler(TurnError)
-    async def on_turn_error(_: Request, error: TurnError) -> Response:
-        return _answer(error)
+    async def on_turn_error(request: Request, error: TurnError) -> Response:
+        return _answer(request, error)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(_: Request, error: RequestValidationError) -> Response:
+    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         name = str(first["loc"][-1])
-        return _answer(TurnError("invalid_request", f"{name}: {first['msg']}", param=name))
+        return _answer(request, TurnError("invalid_request", f"{name}: {first['msg']}", param=name))
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
             allow = (error.headers or {}).get("Allow", "").replace("GET", "GET, HEAD")
             return _answer(
+                request,
                 TurnError(
                     "method_not_allowed",
                     f"{request.method} is not allowed at {request.url.path}; allowed: {allow}",
                     headers=((b"allow", allow.encode()),),
-                )
+                ),
             )
         return _answer(
-            TurnError("not_found", f"there is nothing at {request.method} {request.url.path}; the API is below /v1/")
+            request,
+            TurnError("not_found", f"there is nothing at {request.method} {request.url.path}; the API is below /v1/"),
         )
 
     @app.exception_handler(Exception)  # the framework logs it with its traceback
-    async def on_fault(_: Request, error: Exception) -> Response:
-        return _answer(TurnError("internal_error", "the router failed to answer; its log has the reason"))
+    async def on_fault(request: Request, error: Exception) -> Response:
+        return _answer(request, TurnError("internal_error", "the router failed to answer; its log has the reason"))
 
 
 _MODEL_ERRORS = ("invalid_api_key", "no_worker", "worker_unreachable")
@@ -119,8 +121,8 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def _answer(error: TurnError) -> Response:
-    status, headers, body = error_response(error)
+def _answer(request: Request, error: TurnError) -> Response:
+    status, headers, body = error_response(error, request.scope["raw_path"])
     response = Response(body, status)
     response.raw_headers = headers
     return response

@@ -1,13 +1,17 @@
 """Every way a turn can fail, and the one table that says what the client is told.
 
-A failure is named by its phase. Only the table knows HTTP: status, OpenAI's error object (which the official clients
-show only in the shape `{"error": {"message", "type", "param", "code"}}`), and whether trying again can help
-(`Retry-After`, and `x-should-retry`, which those clients obey).
+A failure is named by its phase. Only the table knows HTTP: status, the type of OpenAI's error object, and whether
+trying again can help (`Retry-After`, and `x-should-retry`, which the official clients obey). The path chooses the
+shape, because a client shows an error only in that of its API: OpenAI's `{"error": {"message", "type", "param",
+"code"}}`, or below `/v1/messages` Anthropic's `{"type": "error", "error": {"type", "message"}, "request_id"}`, whose
+types go by the status.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -62,6 +66,20 @@ TABLE: dict[str, ErrorShape] = {
 }
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    431: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Of the other statuses it is invalid_request_error, or api_error from 500 on."""
+_MESSAGES = re.compile(rb"/v1/messages(?:/|$)")
+
+
 class TurnError(Exception):
     """A turn cannot go on; `code` is a key of TABLE."""
 
@@ -87,23 +105,50 @@ class _Body(msgspec.Struct):
     error: _Detail
 
 
+class _AnthropicDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class _AnthropicBody(msgspec.Struct, tag_field="type", tag="error"):
+    error: _AnthropicDetail
+    request_id: str | None
+
+
 _encode = msgspec.json.Encoder().encode
 
 
-def error_body(error: TurnError) -> bytes:
-    """OpenAI's error object as JSON."""
-    return _encode(_Body(_Detail(str(error), TABLE[error.code].type, error.param, error.code)))
+def is_messages(path: bytes) -> bool:
+    """Whether `path`, as it came and with or without a query, is of Anthropic's API."""
+    return _MESSAGES.match(unquote_to_bytes(path.partition(b"?")[0])) is not None
 
 
-def error_response(error: TurnError) -> tuple[int, list[Header], bytes]:
-    """Status, headers and body of an error answer."""
+def error_body(error: TurnError, path: bytes = b"", request_id: bytes = b"") -> bytes:
+    """The error object of the API that `path` belongs to, as JSON."""
     shape = TABLE[error.code]
-    body = error_body(error)
+    if is_messages(path):
+        kind = _ANTHROPIC_TYPES.get(shape.status, "api_error" if shape.status >= 500 else _INVALID)
+        return _encode(_AnthropicBody(_AnthropicDetail(kind, str(error)), request_id.decode("latin-1") or None))
+    return _encode(_Body(_Detail(str(error), shape.type, error.param, error.code)))
+
+
+def error_event(error: TurnError, path: bytes = b"", request_id: bytes = b"") -> bytes:
+    """The error as one event of a stream. Anthropic's clients see only one that is named."""
+    body = error_body(error, path, request_id)
+    return b"event: error\ndata: %b\n\n" % body if is_messages(path) else b"data: %b\n\n" % body
+
+
+def error_response(error: TurnError, path: bytes = b"", request_id: bytes = b"") -> tuple[int, list[Header], bytes]:
+    """Status, headers and body of an error answer at `path`. `request_id`: nothing, where none is known."""
+    shape = TABLE[error.code]
+    body = error_body(error, path, request_id)
     headers: list[Header] = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
         *error.headers,
     ]
+    if request_id and is_messages(path):
+        headers.append((b"request-id", request_id))  # where Anthropic's clients look for it
     if shape.retry is not None:
         headers.append((b"x-should-retry", b"true" if shape.retry else b"false"))
     if shape.retry_after is not None:

@@ -77,7 +77,10 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
 
         def bound(place: Place, host: str, port: str) -> list[socket.socket]:
             try:
-                sockets = [listen_at_path(place.path)] if place.path is not None else listen(place.host, place.port)
+                if place.path is not None:
+                    sockets = [listen_at_path(place.path)]
+                else:
+                    sockets = listen(place.host, place.port, patience=settings.limits.client_read_timeout)
             except OSError as error:
                 taken = error.errno == errno.EADDRINUSE
                 remedy = f"free it or choose another {port}" if taken else f"choose another {host}"
@@ -94,8 +97,9 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
         )
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Bound sockets for every address that `host` means, all with one port. Raises OSError."""
+def listen(host: str, port: int, *, patience: float = 0.0) -> list[socket.socket]:
+    """Bound sockets for every address that `host` means, all with one port. `patience`: seconds that a client may take
+    nothing; 0: no limit. Raises OSError."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     addresses: list[tuple[int, tuple[Any, ...]]] = list(dict.fromkeys((entry[0], entry[4]) for entry in found))
     if [address[0] for _, address in addresses] == ["::"]:
@@ -122,7 +126,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
             raise failure from error
         # What it accepts has these from it.
         ask_for_life(listener)
-        give_up_on_silence(listener)
+        give_up_on_silence(listener, patience)
         sockets.append(listener)
     if not sockets:
         raise absent or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
@@ -186,6 +190,7 @@ class Server(uvicorn.Server):
                         head_bytes=settings.limits.max_header_bytes,
                         head_wait=settings.limits.client_head_timeout,
                         body_wait=settings.limits.client_body_timeout,
+                        read_wait=settings.limits.client_read_timeout,
                         idle=settings.listen.keepalive_timeout,
                     ),
                 ),

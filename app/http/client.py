@@ -9,12 +9,13 @@ layer between a client's socket and a turn costs more than the turn itself:
 
 And because a router must be exact where an application server need not be: requests that two readers could take for
 different ones are refused (RFC 9112 11.2), heads and waits are bounded, bodies to HTTP/1.0 clients end by closing,
-offers to change the protocol are declined but for WebSocket, and every error has OpenAI's shape.
+offers to change the protocol are declined but for WebSocket, and every error has the shape of the API that was asked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
 import sys
@@ -30,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.http.exchange import STATUS_LINES, Connection, Exchange, Proxy, Turn, head_bytes
 from app.http.headers import Header, connection_named
-from app.http.inplace import Driven
+from app.http.inplace import Driven, taken_by_peer
 
 Route = Callable[[str], Proxy | None]
 """The proxy that answers to a path, if any."""
@@ -46,6 +47,8 @@ class ClientLimits(msgspec.Struct, frozen=True):
     """Without a byte of its body."""
     idle: float = 5.0
     """Between requests."""
+    read_wait: float = 300.0
+    """Without taking anything of what it is answered."""
 
 
 _DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
@@ -89,6 +92,10 @@ class ClientProtocol(Connection):
         """What follows cannot be read, and why; answered behind the queue."""
         self._lingers = 0.0
         """When the last answer was sent, if the client was still sending. The queue is empty then."""
+        self._waits = self._taken = 0
+        """Of what waits to be taken by the client, when we looked last: whether there is any, as a size; and how much
+        it had taken before, in bytes. Neither has changed since `_took_at`."""
+        self._took_at = 0.0
 
     # -- asyncio's side
 
@@ -177,7 +184,7 @@ class ClientProtocol(Connection):
             self._tasks.add(exchange)  # waited for, and cancelled, at shutdown
             exchange.begin()
         elif self._error is not None and not self._lingers and not self.transport.is_closing():
-            status, headers, body = error_response(self._error)
+            status, headers, body = error_response(self._error, self._reader.path)
             self.transport.write(head_bytes(STATUS_LINES[status], [*headers, (b"connection", b"close")]) + body)
             self._hang_up()
 
@@ -202,7 +209,9 @@ class ClientProtocol(Connection):
     def look_after(self, now: float) -> None:
         """Called every now and then: close what is idle, refuse what is slow."""
         limits, reader, waited = self.limits, self._reader, now - self._since
-        if self._lingers:
+        if self._has_stopped_reading(now):
+            self.transport.abort()
+        elif self._lingers:
             if waited > _LINGER_IDLE or now - self._lingers > _LINGER:
                 self.transport.close()
         elif reader.in_head:
@@ -213,6 +222,16 @@ class ClientProtocol(Connection):
                 self.transport.close()
         elif not self.read_paused and reader.in_body and limits.body_wait and waited > limits.body_wait:
             self._refuse(TurnError("request_timeout", f"nothing of the request body for {limits.body_wait:g} s"))
+
+    def _has_stopped_reading(self, now: float) -> bool:
+        """Whether something has waited for it for longer than is allowed, and it took nothing."""
+        before, self._waits = self._waits, self.transport.get_write_buffer_size()
+        if not self._waits or not self.limits.read_wait:
+            return False
+        taken = taken_by_peer(self.transport)
+        if taken != self._taken or not before or (taken < 0 and self._waits < before):
+            self._taken, self._took_at = taken, now
+        return now - self._took_at > self.limits.read_wait
 
     def _refuse(self, error: TurnError) -> None:
         """Answer what is no proper request, after all that came before it, and close. Nothing after it is read."""
@@ -256,7 +275,7 @@ class Watchman:
     """One timer for the waits of all connections."""
 
     def __init__(self, limits: ClientLimits) -> None:
-        waits = [wait for wait in (limits.head_wait, limits.body_wait, limits.idle) if wait]
+        waits = [wait for wait in (limits.head_wait, limits.body_wait, limits.idle, limits.read_wait) if wait]
         self._every = min(1.0, max(0.02, min(waits) / 4)) if waits else 0.0
         self._watched: set[ClientProtocol] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -307,7 +326,7 @@ class _ControlTurn:
         except ClientDisconnected:
             return
         except TurnError as error:
-            status, headers, answer = error_response(error)
+            status, headers, answer = error_response(error, client.raw_path)
             client.start(status, headers)
             client.write(answer, True)
             return
@@ -356,6 +375,13 @@ class _Reader:
         self._parser = self._exchange = None
 
     @property
+    def path(self) -> bytes:
+        """Of the request that is being read, as far as it has come; nothing between two."""
+        with contextlib.suppress(TurnError):
+            return _read_target.__wrapped__(self._url)[0]
+        return b""
+
+    @property
     def in_body(self) -> bool:
         """Whether the client owes bytes of a body. In another protocol it owes nothing."""
         return self._exchange is not None and self._exchange.more_body and self._past != _ENDLESS
@@ -402,6 +428,7 @@ class _Reader:
         if self._past != _ENDLESS:
             self._past -= len(piece)
             if not self._past:
+                self._url = b""
                 self._exchange.received()
                 self._parser = self._new_parser()
         return data[len(piece) :]
@@ -483,6 +510,7 @@ class _Reader:
 
     def on_message_complete(self) -> None:
         if not self._without_offer:
+            self._url = b""
             self._exchange.received()  # type: ignore[union-attr]
 
 

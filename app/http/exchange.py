@@ -199,14 +199,15 @@ class Exchange:
         self._connection.ended(self)
 
     def _cut(self) -> None:
-        """Close without the end that the client waits for. Where closing is the end, only a reset says that it is
-        none."""
+        """Close, behind what was written, without the end that the client waits for. Where closing is the end, only a
+        reset says that it is none."""
         transport = self._connection.transport
         if self.response_started and not self._sized and not self._chunked:
             transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            transport.abort()
-        else:
-            transport.close()
+            if not transport.get_write_buffer_size() or self.scheme == b"https":  # TLS would end it cleanly
+                transport.abort()
+                return
+        transport.close()
 
     # -- what a turn asks for
 

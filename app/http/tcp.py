@@ -18,9 +18,9 @@ _PROBE_AFTER, _PROBE_EVERY, _PROBES = 60, 15, 4
 """Seconds of silence after which the other host is asked whether it is there, seconds between the questions, and how
 many it may leave unanswered: below the idle limits of usual firewalls and balancers, and a lost host costs two
 minutes."""
-_UNACKNOWLEDGED = (_PROBE_AFTER + _PROBE_EVERY * _PROBES) * 1000
-"""Milliseconds that what was sent to a client may be unacknowledged, or find no room there, before it counts as gone;
-the system's own limit is a quarter of an hour."""
+_UNACKNOWLEDGED = _PROBE_AFTER + _PROBE_EVERY * _PROBES
+"""Seconds that what was sent to a client may be unacknowledged before it counts as gone; the system's own limit is a
+quarter of an hour."""
 _NEXT_ADDRESS_AFTER = 0.25
 """Seconds (RFC 8305 5)."""
 _INFO_BYTES = 216
@@ -41,10 +41,13 @@ def ask_for_life(raw: Any) -> None:
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
 
 
-def give_up_on_silence(raw: Any) -> None:
-    """As `ask_for_life`, for what was sent and is not taken."""
-    with contextlib.suppress(OSError):
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKNOWLEDGED)
+def give_up_on_silence(raw: Any, patience: float) -> None:
+    """As `ask_for_life`, for what was sent and is not taken. The system counts what finds no room as well, and may not
+    be quicker there than `patience`, in seconds (0: for ever)."""
+    if patience:
+        with contextlib.suppress(OSError):
+            longest = max(_UNACKNOWLEDGED, patience + _PROBE_EVERY)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(longest * 1000))
 
 
 class Progress(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.errors import TurnError, error_body
+from app.errors import TurnError, error_event
 from app.http import sse
 from app.http.exchange import Exchange
 from app.http.headers import Header, header
@@ -17,9 +17,9 @@ class Answer:
     """The sink of the worker's connection, which pushes into it: no task, no future and no round of the event loop per
     piece. When the client's buffer is full it pauses that connection until the client has caught up.
 
-    Invariant: the turn waits at `_done` for the end of the body, its failure, or the end being held (`_held`); while
-    the client is full (`stalled`) none of these wakes it before the client has taken what it got. While `_held` is
-    set, whatever comes goes there: nothing overtakes an end that waits for the session's close.
+    Invariant: the turn waits at `_done` for the end of the body, its failure, or the end being held (`_held`), and
+    never for the client: what that has not taken waits in its connection. While `_held` is set, whatever comes goes
+    there: nothing overtakes an end that waits for the session's close.
     """
 
     # Defaults in the class: most answers never set most of these.
@@ -33,10 +33,9 @@ class Answer:
     _written_end = False
     _held: list[bytes] | None = None
     _held_end = False
-    _marker: sse.DoneDetector | None = None
-    _last = b""
-    _last_framing = 0
-    """Bytes behind the data of `_last`."""
+    _marker: sse.EndDetector | None = None
+    _trail: sse.Trail | None = None
+    """What went by last of an event stream that is more than one piece."""
 
     def __init__(self, exchange: Exchange, presence: Presence, ttft: Histogram, began: float) -> None:
         """`ttft` is told how long after `began`, by the loop's time, the first piece came."""
@@ -55,7 +54,7 @@ class Answer:
         connection.relay(self)
         if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
             self._exchange.flush()
-        return self._written_end and not self.stalled
+        return self._written_end
 
     async def ended(self) -> None:
         """The body has ended, or its `failure` has come."""
@@ -66,48 +65,41 @@ class Answer:
             self._done = Wake()
             held, self._held = self._held, None
             self._push(b"".join(held), self._held_end)
-            if self.failure is not None and not self.stalled:
+            if self.failure is not None:
                 self._done.set()
             await self._done
 
-    async def say_broken(self, failure: AttemptFailed) -> None:
-        """The attempt failed after the head. Say so inside an event stream, and never end the body cleanly: clients
-        take a clean end for a complete answer."""
-        assert self._connection is not None
-        headers = self._connection.response.headers
-        kind = header(headers, b"content-type") or b""
-        if (
-            kind.lower().startswith(b"text/event-stream")
-            and header(headers, b"content-length") is None
-            and header(headers, b"content-encoding") is None
-        ):
-            last = self._last[: len(self._last) - self._last_framing]
-            code = "worker_stalled" if isinstance(failure, AttemptTimeout) else "worker_stream_broken"
-            await self._say(sse.error_event(error_body(TurnError(code, str(failure))), last), False)
+    @property
+    def over(self) -> bool:
+        """Whether its API's last event has been written: what follows adds nothing to the answer."""
+        return self._trail is not None and self._trail.over
 
-    async def say(self, status: int, headers: list[Header], body: bytes) -> None:
+    def end(self) -> None:
+        """The answer is `over`, and what should have followed has not come."""
+        self._exchange.write(b"", True)
+
+    def say_broken(self, failure: AttemptFailed, request_id: bytes) -> None:
+        """The attempt failed after the head. Say so inside an event stream, where that stands between two events, and
+        never end the body cleanly: clients take a clean end for a complete answer."""
+        stands = self._trail.between_events if self._trail is not None else not self.came and self._is_event_stream
+        if stands:
+            code = "worker_stalled" if isinstance(failure, AttemptTimeout) else "worker_stream_broken"
+            error = TurnError(code, str(failure))
+            self._exchange.write(error_event(error, self._exchange.raw_path, request_id), False)
+
+    def say(self, status: int, headers: list[Header], body: bytes) -> None:
         """Something of our own, whole."""
         self._exchange.start(status, headers)
-        await self._say(body, True)
-
-    async def _say(self, data: bytes, end: bool) -> None:
-        self._written_end = True
-        self._done = Wake()
-        if not self._exchange.write(data, end):
-            self.stalled = True
-            await self._done
+        self._exchange.write(body, True)
 
     # -- called from the client's connection; as the sink's methods they may run the turn in place: the last thing
 
     def client_took(self) -> None:
         """The client has taken what was written."""
-        if not self.stalled:
-            return
-        self.stalled = False
-        if self._written_end or self.failure is not None or self._held is not None:
-            self._done.set()
-        elif self._connection is not None:
-            self._connection.resume()
+        if self.stalled:
+            self.stalled = False
+            if self._connection is not None and self.failure is None:
+                self._connection.resume()
 
     def client_left(self) -> None:
         if self._held is None:
@@ -119,6 +111,8 @@ class Answer:
         if not self.came:
             self.came = True
             self._ttft.observe(self._presence.loop.time() - self._began)
+            if not end and self._is_event_stream:
+                self._trail = sse.Trail()
         if self._held is not None:
             self._held.append(data)
             self._held_end = end
@@ -133,29 +127,32 @@ class Answer:
         if self._held is not None or not self.came or (binding is not None and binding.holds_end):
             self.on_data(frame[start:-2], False)
             return
-        self._last, self._last_framing = frame, 2
+        if self._trail is not None:
+            if len(frame) > sse.LONG:
+                self._trail.note(frame[start:-2])
+            else:
+                self._trail.append(frame)
         if not self._exchange.write_chunk(frame, start):
             self._stall()
 
     def on_failure(self, failure: AttemptFailed) -> None:
         self.failure = failure
-        if not self.stalled:
-            self._done.set()
+        self._done.set()
 
     def _hold(self, data: bytes, end: bool) -> bool:
         """Keep back the end of a session's last answer until its claim is closed; clients take either the end of
-        the body or the `[DONE]` event for it."""
+        the body or their API's last event for it."""
         if self._marker is None:
-            self._marker = sse.DoneDetector()
+            self._marker = sse.EndDetector()
         if not end and not self._marker.feed(data):
             return False
         self._held, self._held_end = [data], end
-        if not self.stalled:
-            self._done.set()
+        self._done.set()
         return True
 
     def _push(self, data: bytes, end: bool) -> None:
-        self._last, self._last_framing = data, 0
+        if self._trail is not None:
+            self._trail.note(data)
         self._written_end = end
         if not self._exchange.write(data, end):
             self._stall()
@@ -167,3 +164,15 @@ class Answer:
         self.stalled = True
         if self._connection is not None:
             self._connection.pause()
+
+    @property
+    def _is_event_stream(self) -> bool:
+        """Whether it is one that can be looked into, and added to."""
+        if self._connection is None:
+            return False
+        headers = self._connection.response.headers
+        return (
+            (header(headers, b"content-type") or b"").lower().startswith(b"text/event-stream")
+            and header(headers, b"content-length") is None
+            and header(headers, b"content-encoding") is None
+        )

@@ -33,6 +33,8 @@ log = logging.getLogger("coatcheck.turn")
 
 _UNPLACED = frozenset({"no_worker", "store_unavailable", "overloaded", "worker_unreachable"})
 """Errors of turns that no worker was given."""
+_AFTER_THE_LAST = 1.0
+"""Seconds that are waited, at least, for what should follow an answer's last event."""
 _AFFINITY_HEADERS = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
 
 
@@ -64,7 +66,7 @@ class Turns:
         self._sweeper: asyncio.TimerHandle | None = None
         limits = shared.limits
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
-        self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 0.0
+        self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 1.0
 
     @property
     def count(self) -> int:
@@ -80,7 +82,7 @@ class Turns:
 
         turn = Turn(self._shared, self._running, loop, exchange, over)
         self._running.add(turn)
-        if self._sweeper is None and self._sweep_every:
+        if self._sweeper is None:
             self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)
         return turn
 
@@ -102,6 +104,8 @@ class Turn:
     _answer: Answer | None = None
     """None: nothing has been answered yet."""
     _outcome: TurnOutcome = "completed"
+    _left_at = 0.0
+    """When the client left that had its answer, of which only the worker's end had not come. 0: it did not."""
 
     def __init__(
         self,
@@ -196,7 +200,7 @@ class Turn:
                     failure = error
                 else:
                     await self._relay(connection)
-                    return
+                    break
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
@@ -209,6 +213,9 @@ class Turn:
                 killed = killed or then is Next.ELSEWHERE_IF_GONE
                 lost |= {worker.name}
                 await self._move(lost, failure)
+        self._attempt = None
+        if self._answer is not None and self._answer.failure is not None:
+            await self._break_off(self._answer, self._answer.failure)
 
     async def _relay(self, connection: WorkerConnection) -> None:
         """The worker's answer, as it comes."""
@@ -227,25 +234,29 @@ class Turn:
             self._attempt.send_rest(self._request)
         if not answer.relay(connection, binding):
             await answer.ended()
-        if answer.failure is None:
-            return
         fault = self._attempt.upload_fault
-        if fault is not None and not isinstance(fault, TurnError):
+        if answer.failure is not None and fault is not None and not isinstance(fault, TurnError):
             raise fault
+
+    async def _break_off(self, answer: Answer, failure: AttemptFailed) -> None:
+        """The worker's answer will not be completed."""
         self._presence.raise_if_gone()
-        self._outcome = "broken"
-        if binding is not None and binding.holds_end:
-            await self._presence.in_any_case(binding.close())
-        await answer.say_broken(answer.failure)
+        if self._binding is not None and self._binding.holds_end:
+            await self._presence.in_any_case(self._binding.close())
+        if self._left_at or answer.over:
+            answer.end()
+        else:
+            self._outcome = "broken"
+            answer.say_broken(failure, self._request.id)
 
     async def _refuse(self, error: TurnError) -> None:
         """Answer with an error of our own, before any response was started."""
-        status, headers, body = error_response(error)
+        status, headers, body = error_response(error, self._exchange.raw_path, self._request.id)
         if self._outcome != "failed":
             self._outcome = "rejected" if status < 500 else "unplaced" if error.code in _UNPLACED else "worker_error"
         if self._binding is not None and self._request.identity.final:
             await self._presence.in_any_case(self._binding.refused(status))
-        await self._say(status, headers + self._own_headers(), body)
+        self._say(status, headers + self._own_headers(), body)
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
@@ -253,7 +264,7 @@ class Turn:
         body = await self._presence.unless_gone(routing.explain(self._request, self._hint))
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        await self._say(200, [*headers, (b"x-request-id", self._request.id)], body)
+        self._say(200, [*headers, (b"x-request-id", self._request.id)], body)
 
     def _account(self) -> None:
         """Count it, and give the session back, whatever happened."""
@@ -313,9 +324,9 @@ class Turn:
         else:
             await self._presence.unless_gone(work)
 
-    async def _say(self, status: int, headers: list[Header], body: bytes) -> None:
+    def _say(self, status: int, headers: list[Header], body: bytes) -> None:
         self._answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
-        await self._answer.say(status, headers, body)
+        self._answer.say(status, headers, body)
 
     def _own_headers(self) -> list[Header]:
         decision = self._decision
@@ -331,13 +342,18 @@ class Turn:
             return  # connecting and binding have limits of their own
         if limits.total and now - self._began > limits.total:
             connection.fail(AttemptTimeout(f"the turn took longer than {limits.total:g} s"))
+        elif self._left_at and now - self._left_at > _AFTER_THE_LAST:
+            connection.fail(AttemptTimeout("the worker did not end its answer behind the last event"))
         # While the client is the slow one, the worker is not being read, or has no request, and cannot be blamed.
         elif (answer is None or answer.waits_for_worker) and not connection.uploading:
             began = answer is not None and answer.came
             limit = limits.idle if began else limits.first_byte
-            if limit and now - connection.last_read > limit:
+            silent = now - connection.last_read
+            if limit and silent > limit:
                 what = "sent nothing for" if began else "did not begin to answer within"
                 connection.fail(AttemptTimeout(f"the worker {what} {limit:g} s"))
+            elif began and silent > _AFTER_THE_LAST and answer is not None and answer.over:
+                connection.fail(AttemptTimeout("the worker did not end its answer behind the last event"))
 
     # -- called from the client's connection
 
@@ -352,6 +368,10 @@ class Turn:
             self._driven.cancel()
 
     def client_left(self) -> None:
+        answer = self._answer
+        if self._attempt is not None and answer is not None and not answer.stalled and answer.over:
+            self._left_at = self._loop.time()  # it has its answer; the rest is read for the worker's connection
+            return
         self._presence.left()
         if self._attempt is not None and self._attempt.connection is not None:
             self._attempt.connection.fail(ConnectionBroken("the client left"))

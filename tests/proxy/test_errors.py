@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from app.http.client import ClientLimits
 from app.turn.request import Reading
 from app.turn.turn import Limits
 from backends.base import StoreUnavailable
@@ -20,7 +21,7 @@ from backends.memory import MemoryStore
 from tests.support.bench import SESSION, bench
 from tests.support.client import Call
 from tests.support.fakes import ScriptedStore
-from tests.support.raw import OK, STREAM, Peer, Worker, answers, tells, until
+from tests.support.raw import OK, STREAM, Peer, Worker, answers, chunk, tells, until
 
 Header = tuple[bytes, bytes]
 
@@ -282,8 +283,44 @@ async def test_broken_stream_says_so_and_does_not_end() -> None:
         client = await b.get(SESSION)
         assert client.status == 200
         assert not client.complete
-        assert last_event(client)["code"] == "worker_stream_broken"
-        assert client.body.startswith(b"data: a\n\n")  # the event that was cut is ended first
+        assert client.body == b"data: a\n"  # the event is cut: ours would be glued to it, or follow half a JSON
+        assert b.outcomes() == {"broken": 1}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "between"),
+    [
+        ([], True),
+        ([b"data: a\n\n"], True),
+        ([b"data: a\r\n\r\n"], True),
+        ([b"data: a\r\r"], True),
+        ([b"data: a\n", b"\n"], True),
+        ([b"data: a\r\n\r", b"\n"], True),
+        ([b"data", b": a", b"\r", b"\n", b"\r", b"\n"], True),
+        ([b"data: " + b"a" * 3000 + b"\n", b"\n"], True),
+        ([b": ping\n\n"], True),
+        ([b"data: a\n\n", b"id: 7\n"], False),
+        ([b"data: a\n\nid: 7\n"], False),
+        ([b"data: a\n\n", b"event: m\n"], False),
+        ([b"data: a\n\n", b"data: {"], False),
+        ([b"data: a\n\n", b"da"], False),
+        ([b"data: a\n\n", b"data: b\n"], False),
+        ([b"data: a\r\n\r\n", b"data: b\r\n"], False),
+        ([b"data: a\n\n" + b"data: " + b"a" * 3000], False),
+    ],
+)
+async def test_an_error_event_is_said_only_between_two_events(pieces: list[bytes], between: bool) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM, *map(chunk, pieces))
+        await until(lambda: client.status and client.body == b"".join(pieces))
+
+    async with bench(script) as b:
+        client = b.request().start()
+        await client.finish()
+        assert not client.complete
+        added = client.body.removeprefix(b"".join(pieces))
+        assert added.startswith(b'data: {"error":') if between else added == b""
         assert b.outcomes() == {"broken": 1}
 
 
@@ -293,6 +330,74 @@ async def test_stalled_stream(limits: Limits) -> None:
         client = await b.get()
         assert last_event(client)["code"] == "worker_stalled"
         assert not client.complete
+
+
+def anthropic_error(data: bytes) -> dict[str, Any]:
+    told = json.loads(data)
+    assert list(told) == ["type", "error", "request_id"]
+    assert told["type"] == "error"
+    assert list(told["error"]) == ["type", "message"]
+    return told  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("stays", "kind"), [(False, "api_error"), (True, "timeout_error")])
+async def test_broken_messages_stream_says_so_in_anthropics_words(stays: bool, kind: str) -> None:
+    begun = b'event: message_start\ndata: {"type":"message_start"}\n\n'
+    async with bench(tells(STREAM + chunk(begun), stays=stays), limits=Limits(idle=0.1)) as b:
+        client = await b.get((b"x-request-id", b"r7"), path="/v1/messages")
+        name, _, data = client.body.removeprefix(begun).partition(b"\n")
+        assert (name, data[:6], data[-2:]) == (b"event: error", b"data: ", b"\n\n")
+        told = anthropic_error(data[6:])
+        assert (told["error"]["type"], told["request_id"]) == (kind, "r7")
+        assert not client.complete
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/%6Dessages", "/v1/messages?b=1"])
+async def test_errors_of_a_turn_at_messages_are_anthropics(path: str) -> None:
+    path, _, query = path.partition("?")
+    async with bench("http://127.0.0.1:1") as b:
+        request = (b"x-request-id", b"r7")
+        bad = await b.get(request, (SESSION[0], b"a b"), path=path, query=query.encode())
+        assert bad.status == 400
+        told = anthropic_error(bad.body)
+        assert (told["error"]["type"], told["request_id"]) == ("invalid_request_error", "r7")
+        assert (bad.headers[b"request-id"], bad.headers[b"x-request-id"]) == (b"r7", b"r7")
+        lost = await b.get(request, path=path, query=query.encode())
+        assert (lost.status, lost.headers[b"retry-after"]) == (503, b"1")
+        assert anthropic_error(lost.body)["error"]["type"] == "overloaded_error"
+        other = await b.get((SESSION[0], b"a b"), path="/v1/messagesome")
+        assert set(other.json["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "kind"),
+    [
+        (b"POST /v1/messages HTTP/1.1\r\n\r\n", 400, "invalid_request_error"),
+        (b"POST /v1/messages?x HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "invalid_request_error"),
+        (b"POST http://r/v1/messages HTTP/1.1\r\n\r\n", 400, "invalid_request_error"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: a\r\nx: " + b"y" * 70000 + b"\r\n\r\n", 431, "request_too_large"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: a\r\n", 408, "invalid_request_error"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{", 408, "invalid_request_error"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: 200000000\r\n\r\n", 413, "request_too_large"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ntransfer-encoding: x\r\n\r\n", 400, "invalid_request_error"),
+        (b"POST /v1/messages HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\nrubbish\r\n\r\n", 400, ""),
+        (b"POST /v1/chat HTTP/1.1\r\n\r\n", 400, ""),
+    ],
+)
+async def test_what_is_no_request_to_messages_is_refused_in_its_shape(sent: bytes, status: int, kind: str) -> None:
+    """`kind`: none where the path is not known, or another one."""
+    async with bench(answers(OK), client_limits=ClientLimits(head_wait=0.1, body_wait=0.1)) as b:
+        client, _ = await b.entrance.connect()
+        with contextlib.closing(client):
+            await client.send(sent)
+            answer = await client.answer()
+            if answer.status == 200:
+                answer = await client.answer()
+            assert answer.status == status
+            if kind:
+                assert anthropic_error(answer.body)["error"]["type"] == kind
+            else:
+                assert set(json.loads(answer.body)["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from app.fleet.workers import Target
+from app.http.client import ClientLimits
 from app.http.worker import WorkerConnection
 from app.turn.turn import Limits
 from backends.base import OutcomeUnknown, StoreUnavailable
@@ -561,33 +562,94 @@ async def test_client_takes_a_little_at_a_time() -> None:
         assert client.complete
 
 
-@pytest.mark.parametrize("failure", ["worker_stream_broken", "worker_stalled"])
-async def test_failure_while_the_client_is_slow_comes_after_what_was_sent(failure: str) -> None:
+@pytest.mark.parametrize("final", [False, True])
+async def test_failure_while_the_client_is_slow_gives_everything_back_at_once(final: bool) -> None:
+    """And the client gets what was sent, and after that the error."""
+    event = b"data: %b\n\n" % (b"a" * 1000)
+
     async def script(peer: Peer) -> None:
         await peer.request()
-        await peer.send(STREAM + chunk(EVENT))
-        if failure == "worker_stalled":
-            await peer.gone()
-        await still(lambda: peer.sent)
-        peer.reset()
+        # Slowly, so that each is read by itself and the client is full between two.
+        await peer.send(STREAM, *[chunk(event)] * 150)
+        await peer.gone()
 
-    worker = Worker(script)
-    limits = Limits(total=0.3 if failure == "worker_stalled" else 0)
-    async with bench(worker, limits=limits) as b:
+    async with bench(Worker(script), limits=Limits(total=1.0)) as b:
+        client = b.request(SESSION, *([FINAL] if final else []), little=True)
+        client.stall()
+        client.start()
+        await until(lambda: b.worker().in_flight)
+        await until(lambda: not b.turns)
+        assert (b.worker().in_flight, b.affinity.active_turns, b.worker().pool.open) == (0, 0, 0)
+        assert b.outcomes() == {"broken": 1}
+        assert (await b.claim() is None) is final
+        client.go_on()
+        await client.finish()
+        *first, error = client.events
+        assert len(first) > 60
+        assert set(first) == {event[:-2]}
+        assert b"worker_stalled" in error
+        assert not client.complete
+
+
+async def test_cut_of_an_answer_that_closing_would_end_comes_after_what_was_sent() -> None:
+    """Where only a reset says that it is not complete."""
+
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 200 OK\r\n\r\n" + b"a" * 100_000)
+        await peer.gone()
+
+    async with bench(script, limits=Limits(total=0.3)) as b:
+        client, state = await b.entrance.connect(little=True)
+        with contextlib.closing(client):
+            await client.send(b"POST /v1/x HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}")
+            await until(lambda: b.outcomes() == {"broken": 1})
+            assert state.connections
+            body = (await client.rest()).partition(b"\r\n\r\n")[2]
+            assert client.ended == "reset"
+            assert len(body) > 65536
+
+
+@pytest.mark.parametrize("wire", [b"HTTP/1.1 200 OK\r\ncontent-length: 33554432\r\n\r\n", STREAM + b"2000000\r\n"])
+async def test_client_that_takes_nothing_is_cut_off(wire: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(wire, *[b"a" * 65536] * 512, pause=0)
+
+    async with bench(script, client_limits=ClientLimits(read_wait=0.3)) as b:
         client = b.request(SESSION, little=True)
         client.stall()
         client.start()
-        await until(lambda: worker.peers and worker.peers[0].ended)
-        await asyncio.sleep(0.02)
-        assert b.turns == 1
+        await until(lambda: b.outcomes() == {"aborted": 1})
+        assert b.worker().available
         client.go_on()
         await client.finish()
-        first, error = client.events
-        assert len(first) > 65536
-        assert EVENT.startswith(first)
-        assert failure.encode() in error
         assert not client.complete
-        assert b.outcomes() == {"broken": 1}
+
+
+async def test_client_that_takes_no_end_is_cut_off() -> None:
+    """Its turn is over, and what it was answered is still here."""
+    script = answers(b"HTTP/1.1 200 OK\r\ncontent-length: 60000\r\n\r\n" + b"a" * 60000)
+    async with bench(script, client_limits=ClientLimits(read_wait=0.2, idle=60)) as b:
+        client, state = await b.entrance.connect(little=True)
+        with contextlib.closing(client):
+            await client.send(b"POST /v1/x HTTP/1.1\r\nhost: r\r\ncontent-length: 2\r\n\r\n{}")
+            await until(lambda: b.outcomes() == {"completed": 1})
+            assert state.connections
+            await until(lambda: not state.connections)
+
+
+async def test_client_that_takes_little_is_not_cut_off() -> None:
+    async with bench(drip(600_000, 4096), client_limits=ClientLimits(read_wait=0.25)) as b:
+        client, state = await b.entrance.connect(little=True)
+        with contextlib.closing(client):
+            await client.send(b"POST /v1/x HTTP/1.1\r\nhost: r\r\ncontent-length: 2\r\n\r\n{}")
+            await until(lambda: b.worker().in_flight)
+            for _ in range(12):
+                await asyncio.sleep(0.08)
+                await client.exactly(6000)
+                client.buffer.clear()
+            assert state.connections
 
 
 @pytest.mark.parametrize("limits", [Limits(idle=0.25), Limits(first_byte=0.25)])
@@ -1044,8 +1106,9 @@ async def test_failure_while_the_claim_is_closed() -> None:
         await until(lambda: b.worker().pool.open == 0)
         gate.set()
         await client.finish()
-        assert client.body.startswith(b"data: a\n\n" + DONE)
-        assert not client.complete
+        assert client.body == b"data: a\n\n" + DONE
+        assert client.complete  # as it is by the marker
+        assert b.outcomes() == {"completed": 1}
 
 
 @pytest.mark.parametrize(

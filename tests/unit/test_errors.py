@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.errors import TABLE, TurnError, error_body, error_response
+from app.errors import TABLE, TurnError, error_body, error_event, error_response
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +41,31 @@ def test_shape(code: str) -> None:
     }
     assert body == error_body(error)
     assert b"\n" not in body  # it also travels as one line of an event stream
+
+
+@pytest.mark.parametrize("code", TABLE)
+def test_shape_at_messages(code: str) -> None:
+    error = TurnError(code, "what\nhappened", param="p", headers=((b"allow", b"GET"),))
+    status, headers, body = error_response(error, b"/v1/messages?beta=true", b"r7")
+    pairs = dict(headers)
+    assert (pairs[b"request-id"], pairs[b"allow"], pairs[b"content-length"]) == (b"r7", b"GET", b"%d" % len(body))
+    told = json.loads(body)
+    kind = told["error"]["type"]
+    assert told == {"type": "error", "error": {"type": kind, "message": "what\nhappened"}, "request_id": "r7"}
+    assert kind in {
+        "invalid_request_error", "authentication_error", "permission_error", "not_found_error", "request_too_large",
+        "rate_limit_error", "api_error", "overloaded_error", "timeout_error",
+    }  # fmt: skip
+    assert (kind in ("api_error", "overloaded_error", "timeout_error")) is (status >= 500)
+    assert error_event(error, b"/v1/messages", b"r7") == b"event: error\ndata: " + body + b"\n\n"
+    assert error_event(error, b"/v1/responses", b"r7") == b"data: " + error_body(error) + b"\n\n"
+    unknown = json.loads(error_body(error, b"/v1/messages"))
+    assert unknown["request_id"] is None
+
+
+@pytest.mark.parametrize("path", [b"", b"/v1/messages2", b"/v1/messages.x/", b"/v1/x?/v1/messages", b"/x/v1/messages"])
+def test_other_paths_have_openais_shape(path: bytes) -> None:
+    assert error_body(TurnError("no_worker", "x"), path) == error_body(TurnError("no_worker", "x"))
 
 
 @pytest.mark.parametrize("code", TABLE)

@@ -1,4 +1,4 @@
-"""The end marker wherever the stream is split, and an error event that is never glued to what was cut."""
+"""A stream's last event, wherever the stream is split, and where a stream stands."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.http.sse import DoneDetector, error_event
+from app.http.sse import EndDetector, Trail
 
 
 def first_hit(pieces: list[bytes]) -> int | None:
     """How many bytes had been fed when the marker was reported."""
-    detector, fed = DoneDetector(), 0
+    detector, fed = EndDetector(), 0
     for piece in pieces:
         fed += len(piece)
         if detector.feed(piece):
@@ -36,10 +36,15 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
         b"data: a\r\n\r\ndata: [DONE]\r\n\r\n",
         b"data: a\r\rdata:[DONE]\r\r",
         b"data: data: [DONE]\ndata: [DONE]\n",
+        b"event: message_stop\ndata: {}\n\n",
+        b"event:response.incomplete\r\n",
+        b'data: {"type": "response.failed", "response": {}}\n\n',
+        b'data: {"response": {"status":"completed"}, "type" : "response.completed"}\n\n',
     ],
 )
-def test_marker_is_found_at_every_split(stream: bytes) -> None:
-    end = stream.rindex(b"[DONE]") + 6
+def test_last_event_is_found_at_every_split(stream: bytes) -> None:
+    marks = (b"[DONE]", b"message_stop", b"response.incomplete", b'"response.failed"', b'"response.completed"')
+    end = max(stream.rfind(mark) + len(mark) for mark in marks if mark in stream)
     for at in range(len(stream) + 1):
         hit = first_hit([stream[:at], stream[at:]])
         assert hit is not None
@@ -60,9 +65,12 @@ def test_marker_is_found_at_every_split(stream: bytes) -> None:
         b'data: {"text":"data: [DONE]"}\n\n',
         b": data: [DONE]\n",
         b"data: a data:[DONE]\n",
+        b"event: message_start\nevent: response.output_item.done\nevent: response.mcp_call.completed\n",
+        b'data: {"text":"\\"type\\":\\"message_stop\\""}\n\n',
+        b": event: message_stop\n",
     ],
 )
-def test_what_only_looks_like_the_marker(stream: bytes) -> None:
+def test_what_only_looks_like_it(stream: bytes) -> None:
     assert first_hit([stream]) is None
     assert first_hit([bytes([byte]) for byte in stream]) is None
 
@@ -84,18 +92,39 @@ def test_no_split_changes_what_is_found(stream: bytes, places: list[int]) -> Non
         assert hit == next(end for end in ends if end >= whole)
 
 
-BODY = b'{"error":{}}'
+def trail_of(pieces: list[bytes], as_chunks: bool) -> Trail:
+    trail = Trail()
+    for piece in pieces:
+        if as_chunks and piece:
+            trail.append(b"%x\r\n%b\r\n" % (len(piece), piece))
+        else:
+            trail.note(piece)
+    return trail
 
 
-@pytest.mark.parametrize("sent", [b"", b"data: a\n\n", b"data: a\r\n\r\n", b"data: a\r\r", b"\n\n"])
-def test_error_event_at_a_boundary(sent: bytes) -> None:
-    assert error_event(BODY, sent) == b"data: " + BODY + b"\n\n"
+@pytest.mark.parametrize("as_chunks", [False, True])
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\r", b"\r\n\r\n"])
+def test_where_a_stream_stands(end: bytes, as_chunks: bool) -> None:
+    event = b"event: m" + end[: len(end) // 2] + b"data: a" + end
+    for at in range(len(event) + 1):
+        pieces = [event, event[:at], event[at:]]
+        assert trail_of(pieces, as_chunks).between_events
+        assert trail_of(pieces[:2], as_chunks).between_events is (at in (0, len(event)))
 
 
-@pytest.mark.parametrize("sent", [b"data: a", b"data: a\n", b"data: a\r\n", b"da", b"id: 1\n"])
-def test_error_event_ends_what_was_cut(sent: bytes) -> None:
-    event = error_event(BODY, sent)
-    assert event.endswith(b"data: " + BODY + b"\n\n")
-    whole = (sent + event).replace(b"\r\n", b"\n")
-    assert whole.split(b"\n\n")[-2] == b"data: " + BODY
-    assert b"\n\n\n" not in whole  # an empty event would crash openai-python
+@pytest.mark.parametrize("large", [10, 900, 5000])
+@pytest.mark.parametrize("size", [100, 1024, 1025, 4000, 100_000])
+def test_large_last_event(size: int, large: int) -> None:
+    before = b'event: response.created\ndata: {"type":"response.created"}\n\n' * 30
+    last = b'event: response.completed\ndata: {"text":"%b"}\n\n' % (b"a" * large)
+    wire = before + last
+    pieces = [wire[at : at + size] for at in range(0, len(wire), size)]
+    assert trail_of(pieces, False).over or size * 8 < large
+    assert not trail_of([*pieces[:-1], pieces[-1][:-1]], False).over
+
+
+def test_trail_keeps_little() -> None:
+    trail = Trail()
+    for _ in range(100):
+        trail.note(b"a" * 250_000)
+    assert sum(len(kept) if isinstance(kept, bytes) else len(kept[0]) for kept in trail) < 10_000

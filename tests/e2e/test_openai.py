@@ -187,7 +187,7 @@ async def test_a_body_that_is_not_json_is_refused_by_the_worker(replica: Replica
         replica.url, "POST", "/v1/chat/completions", [("content-type", "application/json")], b'{"model": '
     )
     assert answer.status == 400
-    assert dict(answer.headers)["x-coatcheck-worker"]
+    assert answer.worker
     assert answer.json["error"]["type"] == "invalid_request_error"
 
 

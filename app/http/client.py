@@ -545,7 +545,7 @@ def _read_target(url: bytes) -> tuple[bytes, bytes, str, bool, bytes]:
         if b"?" in authority:
             raise TurnError("invalid_request", "the request target has no path")
         authority = authority.rpartition(b"@")[2]
-        if not _is_host(authority):
+        if authority[:1] in (b"", b":") or not _is_host(authority):
             raise TurnError("invalid_request", "the request target names no host")
         url = slash + path or b"/"
     raw_path, _, query = url.partition(b"?")

@@ -109,7 +109,7 @@ def connection_named(value: bytes) -> set[bytes]:
 
 
 _ADDRESSES = frozenset({b"location", b"content-location", b"link", b"refresh"})
-_LOOKED_AT = _NOT_TO_CLIENT | _ADDRESSES | {b"content-type"}
+_LOOKED_AT = _NOT_TO_CLIENT | _ADDRESSES
 _UNHINDERED = ((b"x-accel-buffering", b"no"), (b"cache-control", b"no-cache"))
 """What keeps fronts (nginx and those that read its header; caches) from holding a stream of events back."""
 
@@ -118,15 +118,11 @@ def response_headers(headers: list[Header], status: int, origin: Origin | None =
     """A worker's response headers without what belongs to its connection, and with its own addresses made paths; a new
     list that the caller may extend."""
     kept = []
-    events = False
     for pair in headers:
         name = pair[0]
         if name not in _LOOKED_AT:
             if not name.startswith(b"x-coatcheck-"):
                 kept.append(pair)
-        elif name == b"content-type":
-            kept.append(pair)
-            events = pair[1][:17].lower() == b"text/event-stream"
         elif name in _ADDRESSES:
             kept.append((name, origin.hide(name, pair[1])) if origin is not None else pair)
         elif name == b"connection" and connection_named(pair[1]):
@@ -135,10 +131,14 @@ def response_headers(headers: list[Header], status: int, origin: Origin | None =
     if status in _BODILESS or status < 200:
         # RFC 9112 6.3: these have no body whatever the header says, and the server in front checks its length.
         return [pair for pair in kept if pair[0] != b"content-length"]
-    if events:
-        said = {name for name, _ in kept}
-        kept += [pair for pair in _UNHINDERED if pair[0] not in said]
     return kept
+
+
+def let_events_through(headers: list[Header]) -> None:
+    """Add to a client's headers what keeps fronts from holding a stream of events back, if it is one."""
+    said = dict(headers)
+    if said.get(b"content-type", b"")[:17].lower() == b"text/event-stream":
+        headers += [pair for pair in _UNHINDERED if pair[0] not in said]
 
 
 class Origin:

@@ -68,6 +68,11 @@ class Response:
         self._parser: Any = self._new_parser()
         self.begin(Expected.ANSWER, None)
 
+    @property
+    def open_ended(self) -> bool:
+        """The head does not tell how long the body is."""
+        return self._coded or self.close_delimited
+
     def _new_parser(self) -> Any:
         parser = httptools.HttpResponseParser(self)
         parser.set_dangerous_leniencies(lenient_spaces_after_chunk_size=True)  # nobody takes them for anything else

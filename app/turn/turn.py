@@ -18,7 +18,7 @@ import msgspec
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.workers import Fleet
 from app.http.exchange import Exchange
-from app.http.headers import Header, response_headers
+from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
@@ -228,6 +228,8 @@ class Turn:
         if binding is not None:
             binding.answered(status)
         headers = response_headers(connection.response.headers, status, target.worker.origin)
+        if connection.response.open_ended:
+            let_events_through(headers)
         self._answer = answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
         self._exchange.start(status, headers + self._own_headers())
         if status == 101:

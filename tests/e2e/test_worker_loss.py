@@ -144,8 +144,8 @@ async def test_killed_under_load_no_turn_that_had_not_begun_to_stream_fails(flee
     running = False
     await task
     assert load.failed == []
-    for replica, reason in zip(fleet.replicas, ("stale_connection", "worker_died"), strict=True):
-        retried = total(await metrics(replica), "coatcheck_attempts_retried_total", reason)
+    for replica in fleet.replicas:
+        retried = total(await metrics(replica), "coatcheck_attempts_retried_total", "worker_died")
         assert retried, "no turn waited for an answer when the worker was killed: the test shows too little"
     await check_where_they_went(fleet, doomed, sessions)
 

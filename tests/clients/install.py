@@ -16,6 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".bench" / "clients"
 INSTALL_SECONDS = 900
+LARGE_SECONDS = 3600
 LARGE = ("vllm",)
 
 
@@ -67,15 +68,16 @@ def _install(name: str, pins: Path) -> bool:
     else:
         _run(sys.executable, "-m", "venv", ".", folder=environment)
         pip = ("bin/python", "-m", "pip", "--disable-pip-version-check", "-q")
-        _run(*pip, "install", "-r", str(pins), folder=environment)
+        limit = LARGE_SECONDS if name in LARGE else INSTALL_SECONDS
+        _run(*pip, "install", "-r", str(pins), folder=environment, limit=limit)
         if name == "vllm":
             _finish_vllm(environment)
     ready.write_text(digest)
     return True
 
 
-def _run(*command: str, folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, timeout=INSTALL_SECONDS, stdin=subprocess.DEVNULL)
+def _run(*command: str, folder: Path, limit: float = INSTALL_SECONDS) -> None:
+    subprocess.run(command, cwd=folder, check=True, timeout=limit, stdin=subprocess.DEVNULL)
 
 
 def _finish_vllm(environment: Path) -> None:

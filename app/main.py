@@ -180,7 +180,7 @@ def _worker_tls(settings: Workers) -> ssl.SSLContext:
 def _register_gauges(app: Router) -> None:
     affinity, metrics, turns = app.affinity, app.metrics, app.turns
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
-    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: len(turns))
+    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: turns.count)
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)

@@ -42,7 +42,7 @@ _SHORT_LIFE = 1.0
 
 
 def serve(settings: Settings) -> int:
-    """Serve until a signal, with logging configured. Answers the exit code. Raises Trouble where it cannot listen."""
+    """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
     try:
         sockets = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
@@ -114,7 +114,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 router,
                 loop="uvloop",
-                http=client_protocol(  # type: ignore[arg-type]  # it calls it, and asks for no more of a class
+                http=client_protocol(
                     lambda path: router.turns if is_proxied(path) else None,
                     lambda: router.draining,
                     ClientLimits(
@@ -188,7 +188,7 @@ class _Supervisor:
         self._signals = 0
 
     def run(self) -> int:
-        """Until a signal, or until a process cannot start. Answers the exit code."""
+        """Until a signal, or until a process cannot start. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:

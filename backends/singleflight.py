@@ -48,28 +48,24 @@ class SingleFlight(Generic[K, T]):
     def start(self, key: K, work: Work[T]) -> None:
         """Begin the work unless it is under way; nobody waits for it. Closed, it begins nothing."""
         if not self._closed and key not in self._flights:
-            self._begin(key, work, None)
+            self._begin(key, work)
 
     @contextlib.contextmanager
-    def join(self, key: K, work: Work[T], left: Callable[[], None] | None = None) -> Iterator[Seat[T]]:
+    def join(self, key: K, work: Work[T]) -> Iterator[Seat[T]]:
         """A seat at the work for `key`, for who does more than wait for it: what the caller does in the block comes
         before the work counts as left. `work` is called at once when this caller is the first, and its coroutine
-        begins in the loop's next turn; the first caller's `left` is called once, when the work has ended and nobody
-        has a seat any more. Raises Abandoned when closed."""
+        begins in the loop's next turn. Raises Abandoned when closed."""
         flight = self._flights.get(key)
         first = flight is None
         if flight is None:
-            flight = self._begin(key, work, left)
+            flight = self._begin(key, work)
         flight.seats += 1
         try:
             yield Seat(flight.task, first)
         finally:
             flight.seats -= 1
-            if not flight.seats:
-                if flight.task.done():
-                    flight.leave()
-                elif not self._outlives and not flight.task.cancelling():
-                    flight.task.cancel()
+            if not (flight.seats or self._outlives or flight.task.done() or flight.task.cancelling()):
+                flight.task.cancel()
 
     async def aclose(self) -> None:
         """Cancel what is under way, and begin nothing more."""
@@ -79,34 +75,26 @@ class SingleFlight(Generic[K, T]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, key: K, work: Work[T], left: Callable[[], None] | None) -> _Flight[T]:
+    def _begin(self, key: K, work: Work[T]) -> _Flight[T]:
         if self._closed:
             raise Abandoned
-        flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(work()), left)
+        flight = self._flights[key] = _Flight(asyncio.get_running_loop().create_task(work()))
 
         def ended(task: asyncio.Task[T]) -> None:
             del self._flights[key]
             if not task.cancelled():
                 task.exception()  # seen, should nobody be there to see it
-            if not flight.seats:
-                flight.leave()
 
         flight.task.add_done_callback(ended)
         return flight
 
 
 class _Flight(Generic[T]):
-    __slots__ = ("_left", "seats", "task")
+    __slots__ = ("seats", "task")
 
-    def __init__(self, task: asyncio.Task[T], left: Callable[[], None] | None) -> None:
+    def __init__(self, task: asyncio.Task[T]) -> None:
         self.task = task
         self.seats = 0
-        self._left = left
-
-    def leave(self) -> None:
-        left, self._left = self._left, None
-        if left is not None:
-            left()
 
 
 class Seat(Generic[T]):

@@ -21,7 +21,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
@@ -262,11 +262,12 @@ def client_protocol(
     route: Route,
     draining: Callable[[], bool] = lambda: False,
     limits: ClientLimits | None = None,
-) -> Callable[..., ClientProtocol]:
+) -> type[asyncio.Protocol]:
     """What uvicorn is given as `http=`: makes the protocol that gives requests for a path to the proxy that `route`
-    answers, if any, and which ends each connection with its next answer while `draining`."""
+    answers, if any, and which ends each connection with its next answer while `draining`. uvicorn only calls it, and
+    asks for no more of a class."""
     limits = limits or ClientLimits()
-    return functools.partial(ClientProtocol, route, draining, limits, Watchman(limits))
+    return cast(type[asyncio.Protocol], functools.partial(ClientProtocol, route, draining, limits, Watchman(limits)))
 
 
 class Watchman:
@@ -488,9 +489,9 @@ class _Reader:
                 line = _request_line(method, url, http_1_1)
                 self._without_offer = head_bytes(line, (pair for pair in headers if pair[0] != b"upgrade"))
                 return
-        self._exchange = exchange = Exchange(
-            connection, connection if proxy is None else proxy, method, raw_path, query, headers
-        )
+        # Not `or`: a proxy that runs no turns has a length of 0.
+        answerer = connection if proxy is None else proxy
+        self._exchange = exchange = Exchange(connection, answerer, method, raw_path, query, headers)
         exchange.http_1_1 = http_1_1
         exchange.keep_alive = http_1_1 and parser.should_keep_alive()
         exchange.expects_continue = http_1_1 and self._expects_continue

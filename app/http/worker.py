@@ -135,7 +135,7 @@ class Response:
         self._parser = None
 
     def feed(self, data: bytes) -> bool:
-        """What the worker sent. Answers whether the stream stands between two chunks now. Raises BadResponse."""
+        """What the worker sent. Returns whether the stream stands between two chunks now. Raises BadResponse."""
         self._chunk_ended = False
         if self.raw:
             self.pieces.append(data)

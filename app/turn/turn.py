@@ -36,7 +36,6 @@ _UNPLACED = frozenset({"no_worker", "store_unavailable", "overloaded", "worker_u
 _AFTER_THE_LAST = 1.0
 """Seconds that are waited, at least, for what should follow an answer's last event."""
 _AFFINITY_HEADERS = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
-_encode_json = msgspec.json.Encoder().encode
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -69,7 +68,9 @@ class Turns:
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 1.0
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Running now."""
         return len(self._running)
 
     def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:
@@ -258,20 +259,8 @@ class Turn:
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
-        decision, key, revision = await self._presence.unless_gone(
-            self._shared.routing.explain(self._request, self._hint)
-        )
-        body = _encode_json(
-            {
-                "object": "coatcheck.dry_run",
-                "session": key,
-                "worker": decision.target.worker.name,
-                "rank": decision.target.rank,
-                "affinity": decision.how,
-                "because": decision.because,
-                "revision": revision,
-            }
-        )
+        routing = self._shared.routing
+        body = await self._presence.unless_gone(routing.explain(self._request, self._hint))
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         self._say(200, [*headers, (b"x-request-id", self._request.id)], body)

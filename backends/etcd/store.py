@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from typing import Any, Self
 
 import msgspec
@@ -30,7 +29,6 @@ from backends.base import (
     ClaimOutcome,
     ClaimValue,
     CloseOutcome,
-    Event,
     OutcomeUnknown,
     StoreUnavailable,
     decode_value,
@@ -144,7 +142,7 @@ class EtcdStore:
             return CloseOutcome.CLOSED
         return CloseOutcome.SUPERSEDED if answer.responses[0].response_range.count else CloseOutcome.GONE
 
-    def subscribe(self) -> AsyncIterator[Event]:
+    def subscribe(self) -> Subscription:
         """The iterator has an `aclose`; unclosed, it is freed with the object or the store."""
         return Subscription(self._deletions)
 

@@ -191,12 +191,12 @@ def test_processes_that_cannot_start_end_the_whole(monkeypatch: pytest.MonkeyPat
 def test_while_draining_each_answer_ends_its_connection(serve: Callable[..., Router]) -> None:
     """A load balancer must not write a request into a connection that is just being closed."""
     router = serve("--drain-delay", "30")
-    bad = {"content": b"{", "headers": {"content-type": "application/json"}}
-    kept = router.client.post(f"{router.url}/v1/chat/completions", **bad)
+    json_headers = {"content-type": "application/json"}
+    kept = router.client.post(f"{router.url}/v1/chat/completions", content=b"{", headers=json_headers)
     assert (kept.status_code, kept.headers.get("connection")) == (400, None)
     router.process.send_signal(signal.SIGTERM)
     assert holds(lambda: router.status("/ready") == 503)
-    refused = router.client.post(f"{router.url}/v1/chat/completions", **bad)
+    refused = router.client.post(f"{router.url}/v1/chat/completions", content=b"{", headers=json_headers)
     health = router.client.get(f"{router.url}/health")
     assert (refused.status_code, refused.headers["connection"]) == (400, "close")
     assert (health.status_code, health.headers["connection"]) == (200, "close")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -59,7 +60,7 @@ async def _(rooms: Rooms) -> None:
 
 @says("Fields of the body name a session only where `session-from` lists them, and only if no header does.")
 async def _(rooms: Rooms) -> None:
-    fields = {"prompt_cache_key": "k", "user": "u", "metadata": {"session_id": "m"}}
+    fields: dict[str, Any] = {"prompt_cache_key": "k", "user": "u", "metadata": {"session_id": "m"}}
     async with rooms.open() as room:
         turn = await room.turn(headers=JSON, body=json.dumps(fields).encode())
         assert (turn.how, room.calls()["create"]) == ("none", 0)
@@ -220,7 +221,8 @@ async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=1, replicas=1, api_keys=file) as room:
         assert await arrives(room, key=alice) == {"authorization": f"Bearer {alice}"}
         assert await arrives(room, headers={"x-api-key": alice}) == {"x-api-key": alice}
-    for keys in ({"api_keys": file}, {}):
+    keyed: tuple[dict[str, Any], ...] = ({"api_keys": file}, {})
+    for keys in keyed:
         async with rooms.open(workers=1, replicas=1, worker_api_key="sk-worker", **keys) as room:
             assert await arrives(room, key=alice) == {"authorization": "Bearer sk-worker"}
             assert await arrives(room, headers={"x-api-key": alice}) == {"authorization": "Bearer sk-worker"}

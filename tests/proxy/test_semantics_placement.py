@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
 
 
 async def all_of(*turns: Turn) -> list[Turn]:
-    return [await turn.finish() for turn in turns]  # type: ignore[misc]
+    return [await turn.finish() for turn in turns]
 
 
 def overridden(room: Room) -> int:
@@ -90,7 +91,8 @@ async def _(rooms: Rooms) -> None:
 
         at, rank = AT.replace("-", "_"), RANK.replace("-", "_")
         for _ in range(2):
-            assert await goes(**{at: "w2", rank: "1"}) == ("w2", "1")
+            headers: dict[str, Any] = {at: "w2", rank: "1"}
+            assert await goes(**headers) == ("w2", "1")
             assert await goes({"backend_instance_id": "w1", "dp_rank": 0}) == ("w1", "0")
             assert await goes({"decode_worker_id": "w0", "dp_rank": 1}) == ("w0", "1")
             assert await goes({"backend_instance_id": "w1", "decode_worker_id": "w0", "dp_rank": 1}) == ("w1", "1")

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from app.http.client import ClientLimits
-from app.turn.turn import Limits
+from app.turn.request import Reading
 from tests.support.bench import FINAL, SESSION, Bench, bench
 from tests.support.raw import DONE, END, OK, STREAM, Peer, Script, Worker, answers, chunk, echoes, still, until
 
@@ -127,7 +127,12 @@ async def test_answer_of_known_length_is_one_write() -> None:
         [protocol] = r.server.server_state.connections
         writes: list[bytes] = []
         inner = protocol.write  # type: ignore[union-attr]
-        protocol.write = lambda data: (writes.append(data), inner(data))  # type: ignore[union-attr]
+
+        def write(data: bytes) -> None:
+            writes.append(data)
+            inner(data)
+
+        protocol.write = write  # type: ignore[union-attr]
         await client.ask(post())
         await client.answer()
         assert len(writes) == 1
@@ -454,7 +459,7 @@ async def test_garbage_after_a_request_is_not_answered_inside_its_answer() -> No
 
 
 async def test_too_large_request_is_answered_while_it_is_being_sent() -> None:
-    async with serving(answers(OK), limits=Limits(body_bytes=1024)) as r:
+    async with serving(answers(OK), reading=Reading(body_limit=1024)) as r:
         client = await r.connect()
         await client.ask(POST + b"content-length: 100000\r\n\r\n" + b"x" * 1000)
         first, body = await client.answer()

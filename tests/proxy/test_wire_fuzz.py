@@ -203,7 +203,7 @@ def mutated_requests(draw: st.DrawFn) -> bytes:
 
 def read_all(data: bytes) -> tuple[list[Request], bool]:
     """What the model reads, and whether what comes then is no request (or else not yet one)."""
-    read = []
+    read: list[Request] = []
     while True:
         try:
             request, data = http_model.read_request(data)

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 import requests
@@ -113,7 +114,7 @@ def test_every_answer_is_one_that_is_declared(
 
     @settings(max_examples=25, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
-    def asked(case: schemathesis.Case) -> None:
+    def asked(case: schemathesis.Case[Any]) -> None:
         case.call_and_validate(checks=CHECKS, session=session)
 
     asked()
@@ -121,5 +122,6 @@ def test_every_answer_is_one_that_is_declared(
 
 def test_everything_that_is_declared_is_asked(control_plane: schemathesis.BaseSchema) -> None:
     assert sorted(OPERATIONS) == sorted(
-        (found.ok().method.upper(), found.ok().path) for found in control_plane.get_all_operations()
+        (found.ok().method.upper(), found.ok().path)  # type: ignore[union-attr]
+        for found in control_plane.get_all_operations()
     )

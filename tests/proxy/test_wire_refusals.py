@@ -11,13 +11,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.support import http_model
+from tests.support.http_model import Answer
 from tests.support.raw import (
     END,
     LIMIT,
     OK,
     OK_NORMAL,
     POST,
-    Answer,
     Client,
     Kept,
     Live,

@@ -8,7 +8,7 @@ import gzip
 import hashlib
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -322,7 +322,7 @@ TRUST = {
 
 @pytest.mark.parametrize("row", TRUST.values(), ids=TRUST.keys())
 async def test_worker_is_told_who_asked(row: Trust) -> None:
-    settings = {"trusted_proxies": row.trusted} if row.trusted else {}  # the default is what is tested
+    settings: dict[str, Any] = {"trusted_proxies": row.trusted} if row.trusted else {}  # the default is what is tested
     with Live(**settings) as live:
         async with live.worker(answers(OK)) as worker, live.client() as client:
             await client.send(get(b"/v1/x", *row.sent))

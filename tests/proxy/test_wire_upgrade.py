@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import pytest
 
@@ -65,10 +65,10 @@ def handshake(*lines: bytes, target: bytes = b"/v1/realtime?model=m") -> bytes:
 async def reflects(peer: Peer) -> None:
     """Takes the offer, and says everything back."""
     await peer.request()
-    await peer.send(SWITCHED + peer.buffer)
+    await peer.send(SWITCHED + bytes(peer.buffer))
     peer.buffer.clear()
     while await peer.more():
-        await peer.send(peer.buffer)
+        await peer.send(bytes(peer.buffer))
         peer.buffer.clear()
 
 
@@ -314,8 +314,8 @@ async def test_tunnel_is_a_turn_of_its_session() -> None:
             assert back.all(b"x-coatcheck-worker") == answer.all(b"x-coatcheck-worker")
 
 
-async def _is(asked: object, expected: list[float]) -> bool:
-    return await asked == expected  # type: ignore[misc]
+async def _is(asked: Awaitable[list[float]], expected: list[float]) -> bool:
+    return await asked == expected
 
 
 async def test_final_tunnel_closes_its_session(live: Live) -> None:
@@ -362,8 +362,8 @@ async def test_other_offers_are_declined(live: Live, lines: tuple[bytes, ...]) -
             assert (await client.answer()).normal == OK_NORMAL
             if b"connection: close" in lines:
                 break
-    for request in worker.requests:
-        assert request.all(b"upgrade") == request.all(b"connection") == request.all(b"http2-settings") == []
+    for served in worker.requests:
+        assert served.all(b"upgrade") == served.all(b"connection") == served.all(b"http2-settings") == []
 
 
 async def test_websocket_by_post_or_in_http_1_0_is_none(live: Live) -> None:

@@ -34,6 +34,7 @@ from backends.base import (
 from backends.etcd.batches import CREATES_IN_FLIGHT, MAX_BATCH
 from backends.etcd.store import EtcdStore
 from backends.etcd.url import EtcdUrl
+from backends.etcd.watch import Subscription
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
 from tests.support.scripted_etcd import ScriptedEtcd
 from tests.support.tcp import TcpProxy
@@ -704,7 +705,7 @@ async def test_closing_the_store_is_not_a_cancellation_for_its_callers(server: E
         asyncio.create_task(store.create_or_get("bb", value(), 120)),
     ]
     events = store.subscribe()
-    watch = asyncio.create_task(anext(events))
+    watch = asyncio.create_task(events.__anext__())
     await asyncio.sleep(0.05)
     await store.aclose()
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -880,7 +881,7 @@ async def test_a_dead_watch_is_noticed(server: EtcdServer, open_store: Open, blo
     else:
         server.resume()
 
-    async def resubscribe() -> AsyncIterator[Any]:
+    async def resubscribe() -> Subscription:
         events = store.subscribe()
         assert await next_event(events) == Reset()
         return events
@@ -962,7 +963,7 @@ async def test_a_closed_or_forgotten_subscription_frees_its_watch(shared: EtcdSe
         assert await next_event(events) == Reset()
     listener = asyncio.create_task(listen())
     await until(lambda: watches() == before + 3)
-    await closed.aclose()  # type: ignore[attr-defined]
+    await closed.aclose()
     listener.cancel()
     await asyncio.wait({listener})
     gc.disable()

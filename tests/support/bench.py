@@ -86,7 +86,7 @@ class Bench:
     @property
     def turns(self) -> int:
         """Running now."""
-        return len(self.running)
+        return self.running.count
 
     def worker(self, number: int = 0) -> Worker:
         return list(self.fleet)[number]

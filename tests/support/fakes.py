@@ -196,7 +196,7 @@ class ScriptedStore:
         if fault is None and self.chance is not None:
             fault = self.chance(op)
         done = fault is None or fault is OutcomeUnknown or type(fault) is OutcomeUnknown
-        if not done:
+        if fault is not None and not done:
             raise fault
         answer = await call()
         if op in self.after:

@@ -430,7 +430,7 @@ class Kept:
 
 
 async def until(
-    condition: Callable[[], Awaitable[object] | object], limit: float = LIMIT, what: str = "it does not come about"
+    condition: Callable[[], Awaitable[object] | object], limit: float = 3 * LIMIT, what: str = "it does not come about"
 ) -> None:
     """Poll for what others bring about. Raises AssertionError."""
     give_up_at = time.monotonic() + limit

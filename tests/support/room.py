@@ -205,7 +205,7 @@ class Room:
     async def rest(self) -> None:
         """Whatever happened, everything was given back."""
         for app in self.replicas:
-            await at_rest(lambda app=app: len(app.turns), app.affinity, app.fleet)  # type: ignore[misc]
+            await at_rest(lambda app=app: app.turns.count, app.affinity, app.fleet)  # type: ignore[misc]
             await until(lambda app=app: not app.affinity.pending_closes)  # type: ignore[misc]
 
 

@@ -8,7 +8,7 @@ import functools
 import logging
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import pytest
 
@@ -242,12 +242,12 @@ async def test_failed_initialiser_hands_over() -> None:
     """The first turn's trouble is its own: a policy that fails once fails one turn."""
     calls = 0
 
-    def flaky(candidates: object) -> Target:
+    def flaky(candidates: Sequence[Target]) -> Target:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise TurnError("no_worker", "not this time")
-        return candidates[0]  # type: ignore[index]
+        return candidates[0]
 
     store = scripted()
     async with running(store, policy=flaky) as r:
@@ -1243,7 +1243,7 @@ async def test_read_only_store_still_tells_where_sessions_are() -> None:
         assert store.calls["create"] == creates
         store.go_away()
         await asyncio.sleep(2)
-        assert r.affinity.state is StoreState.AWAY
+        assert r.affinity.state.value == "away"
         store.return_()
         await asyncio.sleep(3)
         for n in (2, 3):
@@ -1467,7 +1467,9 @@ async def test_every_counter_returns_to_zero_after_anything(seed: int) -> None:
             while True:
                 await asyncio.sleep(rng.random() * 10)
                 store = rng.choice(stores)
-                rng.choice([store.drop_watch, store.go_away, store.return_, functools.partial(store.emit, Reset())])()
+                whatever: list[Callable[[], object]] = [store.drop_watch, store.go_away, store.return_]
+                whatever.append(functools.partial(store.emit, Reset()))
+                rng.choice(whatever)()
 
         troubling = asyncio.create_task(trouble())
         turns = [asyncio.create_task(turn(rng.choice(replicas), key_of(rng.randrange(12)))) for _ in range(400)]

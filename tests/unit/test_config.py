@@ -366,4 +366,4 @@ def test_claims_are_kept_in_the_users_state_folder(monkeypatch: pytest.MonkeyPat
 
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        read_settings({}).settings.listen.port = 1
+        read_settings({}).settings.listen.port = 1  # type: ignore[misc]

@@ -211,29 +211,3 @@ async def test_a_failure_may_be_handed_over_to_those_who_joined() -> None:
     assert job.begun == 2
     job.ends[1].set_result("two")
     assert await asyncio.gather(*callers[1:]) == ["two"] * 2
-
-
-async def test_work_counts_as_left_once_when_it_has_ended_and_the_last_one_has_taken_the_answer() -> None:
-    said: list[str] = []
-    job = Job()
-    flights: SingleFlight[str, str] = SingleFlight(outlives=False)
-
-    async def caller(name: str) -> None:
-        with flights.join("a", job, lambda: said.append(f"left, said {name}")) as seat:
-            await seat.ended()
-            said.append(f"{name} took {seat.result()}, {'its own' if seat.first else 'as found'}")
-
-    callers = [asyncio.create_task(caller(name)) for name in ("one", "two")]
-    await turns()
-    assert not said
-    job.ends[0].set_result("it")
-    await asyncio.gather(*callers)
-    assert said == ["one took it, its own", "two took it, as found", "left, said one"]
-    said.clear()
-    lonely = asyncio.create_task(caller("lonely"))
-    await turns()
-    lonely.cancel()
-    await asyncio.wait({lonely})
-    await turns()
-    assert said == ["left, said lonely"]
-    assert job.cancelled == 1

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve, or only check. Answers the exit code. Raises Trouble."""
+    """Serve, or only check. Returns the exit code. Raises Trouble."""
     settings, origins = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
     if not settings.workers.worker:
         raise Trouble(_NO_WORKER, code=2)

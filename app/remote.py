@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ask, and print what was answered. Answers the exit code. Raises Trouble."""
+    """Ask, and print what was answered. Returns the exit code. Raises Trouble."""
     action = args.action if args.command == "sessions" else "workers"
     if args.command == "sessions" and (action == "list") == (args.id is not None):
         raise Trouble(f"sessions {action} takes {'no' if args.id is not None else 'an'} ID", code=2)

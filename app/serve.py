@@ -45,7 +45,7 @@ _SHORT_LIFE = 1.0
 
 
 def serve(settings: Settings) -> int:
-    """Serve until a signal, with logging configured. Answers the exit code. Raises Trouble where it cannot listen."""
+    """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
     try:
         sockets = listen(settings.listen.host, settings.listen.port)
     except OSError as error:
@@ -98,7 +98,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def raise_open_files() -> int:
-    """Let this process and its children have as many files open as the system allows: a connection is one. Answers how
+    """Let this process and its children have as many files open as the system allows: a connection is one. Returns how
     many that is; -1: without limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -210,7 +210,7 @@ class _Supervisor:
         self._signals = 0
 
     def run(self) -> int:
-        """Until a signal, or until a process cannot start. Answers the exit code."""
+        """Until a signal, or until a process cannot start. Returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         try:

@@ -467,9 +467,9 @@ class _Reader:
                 line = _request_line(method, url, http_1_1)
                 self._without_offer = head_bytes(line, (pair for pair in headers if pair[0] != b"upgrade"))
                 return
-        self._exchange = exchange = Exchange(
-            connection, connection if proxy is None else proxy, method, raw_path, query, headers
-        )
+        # Not `or`: a proxy that runs no turns has a length of 0.
+        answerer = connection if proxy is None else proxy
+        self._exchange = exchange = Exchange(connection, answerer, method, raw_path, query, headers)
         exchange.http_1_1 = http_1_1
         exchange.keep_alive = http_1_1 and parser.should_keep_alive()
         exchange.expects_continue = http_1_1 and self._expects_continue

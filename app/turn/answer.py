@@ -50,7 +50,7 @@ class Answer:
     # -- the turn's side
 
     def relay(self, connection: WorkerConnection, binding: Binding | None) -> bool:
-        """Begin to pass the worker's body on. Answers whether all of it has gone by already; else await `ended`."""
+        """Begin to pass the worker's body on. Returns whether all of it has gone by already; else await `ended`."""
         self._connection, self._binding = connection, binding
         connection.relay(self)
         if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed

@@ -15,6 +15,7 @@ from app.sessions.identity import KeyHasher, read_hints
 from app.sessions.tenants import Admins
 from app.turn.request import BodyHints, Request
 
+_encode_json = msgspec.json.Encoder().encode
 _NO_HINTS = BodyHints()
 _HOW = {"degraded": "degraded", "store": "stored"}
 """What a turn would be told of a session that is known from there; from anywhere else: cached."""
@@ -142,20 +143,33 @@ class Routing:
                 return Decision(least_loaded(free), "bypassed", "overload", overrides)
         return Decision(bound, how, because, overrides)
 
-    async def explain(self, request: Request, hint: Hint | None) -> tuple[Decision, str | None, int | None]:
-        """The decision that the turn would get, the session's key, and the revision of the claim that stands. Nothing
-        is claimed, renewed or counted. Raises TurnError."""
+    async def explain(self, request: Request, hint: Hint | None) -> bytes:
+        """The decision that the turn would get, as JSON, with the session's key and the revision of the claim that
+        stands. Nothing is claimed, renewed or counted. Raises TurnError."""
         session = request.identity.session
+        key, claim = None, None
         if session is None:
-            return self.without_session(hint), None, None
-        key = self._hasher.key(request.tenant, *session)
-        view = await self._affinity.look_up(key)
-        revision = None if view.claim is None else view.claim.revision
-        if view.target is not None:
-            how = _HOW.get(view.source, "cached")
-            return self.of_session(view.target, how, view.source, hint), key, revision
-        target, because = await self._affinity.choose(self.placement(request, hint))
-        return Decision(target, "created" if view.claim is None else "rebound", because), key, revision
+            decision = self.without_session(hint)
+        else:
+            key = self._hasher.key(request.tenant, *session)
+            view = await self._affinity.look_up(key)
+            claim = view.claim
+            if view.target is not None:
+                decision = self.of_session(view.target, _HOW.get(view.source, "cached"), view.source, hint)
+            else:
+                target, because = await self._affinity.choose(self.placement(request, hint))
+                decision = Decision(target, "created" if claim is None else "rebound", because)
+        return _encode_json(
+            {
+                "object": "coatcheck.dry_run",
+                "session": key,
+                "worker": decision.target.worker.name,
+                "rank": decision.target.rank,
+                "affinity": decision.how,
+                "because": decision.because,
+                "revision": None if claim is None else claim.revision,
+            }
+        )
 
 
 def _needs_worker() -> TurnError:

@@ -34,7 +34,6 @@ log = logging.getLogger("coatcheck.turn")
 _UNPLACED = frozenset({"no_worker", "store_unavailable", "overloaded", "worker_unreachable"})
 """Errors of turns that no worker was given."""
 _AFFINITY_HEADERS = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
-_encode_json = msgspec.json.Encoder().encode
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -249,20 +248,8 @@ class Turn:
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
-        decision, key, revision = await self._presence.unless_gone(
-            self._shared.routing.explain(self._request, self._hint)
-        )
-        body = _encode_json(
-            {
-                "object": "coatcheck.dry_run",
-                "session": key,
-                "worker": decision.target.worker.name,
-                "rank": decision.target.rank,
-                "affinity": decision.how,
-                "because": decision.because,
-                "revision": revision,
-            }
-        )
+        routing = self._shared.routing
+        body = await self._presence.unless_gone(routing.explain(self._request, self._hint))
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._say(200, [*headers, (b"x-request-id", self._request.id)], body)

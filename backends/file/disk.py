@@ -379,7 +379,7 @@ class Claims:
                 os.unlink(name)
 
     def tend(self, names: list[str]) -> list[tuple[str, int]]:
-        """Removes what has expired. Answers what stands: keys with their marks."""
+        """Removes what has expired. Returns what stands: keys with their marks."""
         standing = []
         for name in names:
             path = f"{self._disk.claims}/{name}"

@@ -213,7 +213,7 @@ class Known:
         self._old, self._new = ({**self._old, **self._new} if self._old else self._new), {}
 
     def saw(self, standing: list[tuple[str, int]]) -> list[str]:
-        """`standing`: keys with their marks. Answers those whose known claim has given way to another."""
+        """`standing`: keys with their marks. Returns those whose known claim has given way to another."""
         gone = []
         for key, mark in standing:
             known = self._old.pop(key, 0) or self._new.get(key, 0)

@@ -236,13 +236,16 @@ class Call:
         return json.loads(self.body)
 
 
-def _seen_from(kind: type, peer: str) -> type:
-    """The client protocol, told that its connection comes from `peer`: no test has such an address."""
+def _seen_from(kind: Callable[..., Any], peer: str) -> Callable[..., Any]:
+    """Makes client protocols that are told that their connection comes from `peer`: no test has such an address."""
 
-    def connection_made(self: Any, transport: asyncio.Transport) -> None:
-        kind.connection_made(self, _Afar(transport, peer))  # type: ignore[attr-defined]
+    def make(**arguments: Any) -> Any:
+        protocol = kind(**arguments)
+        told = protocol.connection_made
+        protocol.connection_made = lambda transport: told(_Afar(transport, peer))
+        return protocol
 
-    return type(kind.__name__, (kind,), {"connection_made": connection_made})
+    return make
 
 
 class _Afar:

@@ -134,7 +134,7 @@ def listen(host: str, port: int, *, patience: float = 0.0) -> list[socket.socket
 
 
 def raise_open_files() -> int:
-    """Let this process and its children have as many files open as the system allows: a connection is one. Answers how
+    """Let this process and its children have as many files open as the system allows: a connection is one. Returns how
     many that is; -1: without limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:

@@ -95,7 +95,7 @@ class Response:
         self._parser = None
 
     def feed(self, data: bytes) -> bool:
-        """What the worker sent. Answers whether the stream stands between two chunks now. Raises NotHttp."""
+        """What the worker sent. Returns whether the stream stands between two chunks now. Raises NotHttp."""
         self._chunk_ended = False
         if self.raw:
             self.pieces.append(data)

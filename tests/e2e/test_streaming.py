@@ -390,9 +390,7 @@ async def turn_away_from_cold_start(url: str) -> None:
 
 @pytest.mark.parametrize("end", ["close", "reset"])
 @pytest.mark.parametrize("cut", [b"", event(1)[:20], event(1)[:-1]], ids=["between", "within", "before the last byte"])
-async def test_a_stream_that_breaks_says_so_and_does_not_end(
-    url: str, play: Play, cut: bytes, end: str
-) -> None:
+async def test_a_stream_that_breaks_says_so_and_does_not_end(url: str, play: Play, cut: bytes, end: str) -> None:
     seen = asyncio.Event()
 
     async def script(peer: Peer, _: Request) -> None:

@@ -14,7 +14,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from tests.e2e.conftest import MAX_BODY_BYTES, Standing
-from tests.support.processes import Replica, metrics, order_fault, total, turns
+from tests.support.processes import Replica, metrics, order_fault, total, turns, wait_until
 from tests.support.wire import ask, chat_request
 
 MODEL = "mock-model"
@@ -98,11 +98,17 @@ async def test_turns_whose_end_comes_late_are_complete_and_keep_their_connection
     standing: Standing, replica: Replica, streams: Streams
 ) -> None:
     mine = standing.workers[1]
+
+    async def at_rest() -> bool:  # a client may have its answer before the turn has ended
+        return not total(await metrics(replica), "coatcheck_turns_running")
+
     list(streams(at(mine.name)))
+    await wait_until(at_rest, 5)
     before = await metrics(replica)
     await order_fault(mine, mode="slow", times=10, end_ms=5)
     for _ in range(10):
         list(streams(at(mine.name)))
+    await wait_until(at_rest, 5)
 
     async def grown(name: str, *labels: str) -> float:
         return total(await metrics(replica), name, *labels) - total(before, name, *labels)

@@ -579,7 +579,8 @@ async def test_failure_while_the_client_is_slow_gives_everything_back_at_once(fi
         client.start()
         await until(lambda: b.worker().in_flight)
         await until(lambda: not b.turns)
-        assert (b.worker().in_flight, b.affinity.active_turns, b.worker().pool.open) == (0, 0, 0)
+        assert (b.worker().in_flight, b.affinity.active_turns) == (0, 0)
+        await until(lambda: b.worker().pool.open == 0)
         assert b.outcomes() == {"broken": 1}
         assert (await b.claim() is None) is final
         client.go_on()

@@ -220,11 +220,11 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self._serve_admins()
+        await self.serve_admins()
         if self.started:
             self._announce()
 
-    async def _serve_admins(self) -> None:
+    async def serve_admins(self) -> None:
         """The second listener, as uvicorn makes the first: closed, drained and waited for with it."""
         admins = self._admin_config
         if self._admin_sockets:

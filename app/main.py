@@ -9,17 +9,24 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from app.admin import add_admin
 from app.config import Settings, Workers
 from app.control import add_control_plane
+from app.fleet.models import ModelLists
 from app.fleet.policies import POLICIES
 from app.fleet.workers import Fleet, make_worker, worker_specs
+from app.http.exchange import Proxy
 from app.http.headers import Forwarding
+from app.http.origins import Crossing, Origins
+from app.management import Management
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.models import Models, OneModel
+from app.turn.paths import Kind, Paths
 from app.turn.request import Reading
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
@@ -35,6 +42,10 @@ class Router(FastAPI):
     the client's protocol (`app/http/client.py`) and never come here."""
 
     turns: Turns
+    one_model: OneModel
+    paths: Paths
+    origins: Origins | None
+    """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
     fleet: Fleet
     metrics: Metrics
@@ -48,10 +59,28 @@ class Router(FastAPI):
                 operation["responses"].pop("422", None)  # the framework's own; ours is 400
         return described
 
+    def proxy_of(self, path: str) -> Proxy | None:
+        """What answers to `path` (without its percent-encoding); None: the control plane."""
+        kind = self.paths.kind(path)
+        if kind is Kind.TURN:
+            return self.turns
+        return self.one_model if kind is Kind.MODEL else None
 
-def is_proxied(path: str) -> bool:
-    """Everything below /v1/ but the model list, which is merged from all workers."""
-    return path.startswith("/v1/") and not (path == "/v1/models" or path.startswith("/v1/models/"))
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.origins is not None and scope["type"] == "http":
+            crossing = self.origins.asked(scope["path"], scope["headers"])
+            if crossing is not None:
+                send = _marking(send, crossing)
+        await super().__call__(scope, receive, send)
+
+
+def _marking(send: Send, crossing: Crossing) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": crossing.marked(message["headers"])}
+        await send(message)
+
+    return sending
 
 
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
@@ -71,7 +100,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     metrics = Metrics()
     policy = POLICIES[settings.workers.policy]
     tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
-    admins = Admins(settings.access.admin_token.get_secret_value())
+    token = settings.access.admin_token.get_secret_value()
+    admins = Admins(token)
     hasher = KeyHasher(settings.store.session_secret.get_secret_value().encode())
     reading = Reading(
         identifier=Identifier(settings.sessions.session_from),
@@ -82,6 +112,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         has_ranks=any(target.rank is not None for worker in fleet for target in worker.targets),
         body_limit=settings.limits.max_body_bytes,
     )
+
+    models = Models(ModelLists(fleet, tls), reading)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -129,6 +161,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                     ),
                 )
             )
+            app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
             app.affinity.start()
             lag = asyncio.create_task(_measure_lag(metrics))
@@ -139,14 +172,18 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
 
     app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.fleet, app.metrics = fleet, metrics
+    app.paths = Paths(settings.workers.engine_paths)
+    origins = settings.access.allowed_origins
+    app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
     add_control_plane(
         app,
         fleet=fleet,
         metrics=metrics,
         draining=lambda: app.draining,
-        tls=tls,
-        tenants=tenants,
-        worker_key=settings.workers.key,
+        models=models,
+        management=Management(
+            fleet, tls, admins, reading, admin_token=token, seconds=settings.limits.first_byte_timeout
+        ),
     )
     add_admin(
         app, fleet=fleet, affinity=lambda: app.affinity, hasher=hasher, admins=admins, replica=settings.store.replica

@@ -25,7 +25,7 @@ import uvicorn
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, client_protocol
-from app.main import Router, create_app, is_proxied
+from app.main import Router, create_app
 
 log = logging.getLogger("coatcheck")
 
@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
                 router,
                 loop="uvloop",
                 http=client_protocol(
-                    lambda path: router.turns if is_proxied(path) else None,
+                    router.proxy_of,
                     lambda: router.draining,
                     ClientLimits(
                         head_bytes=settings.limits.max_header_bytes,
@@ -123,6 +123,7 @@ class Server(uvicorn.Server):
                         body_wait=settings.limits.client_body_timeout,
                         idle=settings.listen.keepalive_timeout,
                     ),
+                    router.origins,
                 ),
                 ws="none",
                 lifespan="on",

@@ -275,9 +275,7 @@ async def _(rooms: Rooms) -> None:
         assert room.served_count == 0
 
 
-@says(
-    "A page's WebSocket may say its key as the protocol `openai-insecure-api-key.KEY`, which the worker gets as a header."
-)
+@says("A page's WebSocket may say its key as the protocol `openai-insecure-api-key.KEY`; its worker gets a header.")
 async def _(rooms: Rooms) -> None:
     file, (alice,) = rooms.keys("alice")
     page: dict[str, Any] = {"method": "GET", "path": "/v1/realtime", "body": b""}

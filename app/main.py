@@ -61,6 +61,8 @@ class Router(FastAPI):
 
     def proxy_of(self, path: str) -> Proxy | None:
         """What answers to `path` (without its percent-encoding); None: the control plane."""
+        if path in self.paths.usual:
+            return self.turns
         kind = self.paths.kind(path)
         if kind is Kind.TURN:
             return self.turns

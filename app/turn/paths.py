@@ -54,6 +54,11 @@ _ending = re.compile(r"[.:,]")
 _no_letter = re.compile(r"[^a-z0-9_]")
 _DECODINGS = 8
 _CACHED_LENGTH = 256
+_USUAL = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/tokenize"}
+)
+_read_alike = re.compile(r"/v1/([a-z]+)(?:/[A-Za-z0-9_-]+)*", re.ASCII).fullmatch
+"""A path that has one reading, with its first word: most of those with an id in them, which are all new."""
 
 
 class Kind(enum.Enum):
@@ -82,6 +87,8 @@ class Paths:
                 raise ValueError(f"{path} is answered by the router itself")
             if is_management(path):
                 raise ValueError(f"{path} changes workers; an admin may send it without this setting, others never")
+        self.usual = _USUAL | self._engine
+        """Turns, without a look at anything else."""
         self._of_short = functools.lru_cache(maxsize=1024)(self._kind)
 
     def kind(self, path: str) -> Kind:
@@ -110,6 +117,9 @@ def is_plain(path: str) -> bool:
 def is_management(path: str) -> bool:
     """Whether any reader could take `path` for one that changes a worker: fronts of workers decode once more, merge
     slashes, resolve dots, cut parameters off, and some know no case."""
+    alike = _read_alike(path)
+    if alike is not None and alike[1] != "models":
+        return alike[1] in _MANAGES or _manages(alike[1]) is not None
     for _ in range(_DECODINGS):
         decoded = unquote(path)
         if decoded == path:

@@ -28,6 +28,7 @@ PROTOCOLS = b"sec-websocket-protocol"
 FOREIGN = frozenset({b"api-key", b"x-goog-api-key", b"cookie"})
 """Credentials that mean nothing here."""
 _KEY_PROTOCOL = b"openai-insecure-api-key."
+_ELSEWHERE = frozenset({b"x-api-key", PROTOCOLS})
 
 _is_tenant = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 _is_hash = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
@@ -52,6 +53,12 @@ class Tenants:
         stands beside it. `noted` holds the values of CREDENTIALS and PROTOCOLS. Raises TurnError `invalid_api_key`."""
         if not self._by_hash:
             return NOBODY, None
+        values = noted.get(b"authorization")
+        if values is not None and len(values) == 1 and _ELSEWHERE.isdisjoint(noted):
+            # As nearly all say it.
+            scheme, _, key = values[0].partition(b" ")
+            if scheme == b"Bearer" and (whose := self._tenant_of(key)) is not None:
+                return whose, (b"authorization", values[0])
         given = _credentials(noted)
         if not given:
             raise _invalid("no API key was given; send it as Authorization: Bearer KEY")

@@ -53,9 +53,11 @@ from app import Trouble
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
+from app.http.origins import Origins
 from app.listening import Place, read_place
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
+from app.turn.paths import ENGINE_PATHS, NO_ENGINE_PATHS, Paths
 
 MIB = 1024 * 1024
 VARIABLE_PREFIX = "COATCHECK_"
@@ -210,6 +212,11 @@ class Workers(_Group, title="workers"):
     """Key sent to the workers in place of the client's, which then stays here."""
     worker_api_key_file: Annotated[Path | None, _usable(read_key, "name a file with one key")] = None
     """File that holds the worker API key."""
+    engine_paths: Annotated[Texts, Spoken("PATH"), _usable(Paths)] = Field(
+        ENGINE_PATHS,
+        description=f"Paths outside /v1 that workers answer, like those below it; {NO_ENGINE_PATHS}: no path; "
+        "repeatable (in a variable: separated by spaces).",
+    )
     worker_ca: Annotated[
         Path | None, Spoken(default="the system's"), _usable(_check_ca, "name a PEM file with CA certificates")
     ] = None
@@ -228,6 +235,9 @@ class Workers(_Group, title="workers"):
 class Access(_Group, title="who may"):
     api_keys: Annotated[Path | None, _usable(read_keys, "name a file of API keys")] = None
     """File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."""
+    allowed_origins: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), Spoken("ORIGIN"), _usable(Origins)] = ()
+    """Sites whose pages may use the router from a browser, like https://chat.example.com; *: all; repeatable (in a
+    variable: separated by spaces)."""
     admin_token: Annotated[Secret, _usable(checked_key)] = SecretStr("")
     """Bearer token of the admin API; without it only this machine may use that API, and only while nobody else can
     connect to where it is served."""

@@ -43,7 +43,6 @@ TABLE: dict[str, ErrorShape] = {
     "invalid_api_key": ErrorShape(401, "authentication_error"),
     "forbidden": ErrorShape(403, "permission_error"),
     "not_found": ErrorShape(404, _INVALID),
-    "model_not_found": ErrorShape(404, _INVALID),
     "method_not_allowed": ErrorShape(405, _INVALID),
     "request_timeout": ErrorShape(408, _INVALID),
     "request_too_large": ErrorShape(413, _INVALID),

@@ -9,19 +9,25 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from app.admin import add_admin
 from app.config import Settings, Workers
 from app.control import add_control_plane
+from app.fleet.models import ModelLists
 from app.fleet.policies import POLICIES
 from app.fleet.workers import Fleet, make_worker, worker_specs
+from app.http.exchange import Proxy
 from app.http.headers import Forwarding
+from app.http.origins import Crossing, Origins
 from app.listening import is_loopback
+from app.management import Management
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.models import Models, OneModel
+from app.turn.paths import Kind, Paths
 from app.turn.request import Reading
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
@@ -37,6 +43,10 @@ class Router(FastAPI):
     the client's protocol (`app/http/client.py`) and never come here."""
 
     turns: Turns
+    one_model: OneModel
+    paths: Paths
+    origins: Origins | None
+    """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
     fleet: Fleet
     metrics: Metrics
@@ -49,6 +59,10 @@ class Router(FastAPI):
         if scope.get("method") == "HEAD":
             # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
             scope = {**scope, "method": "GET"}
+        if self.origins is not None and scope["type"] == "http":
+            crossing = self.origins.asked(scope["path"], scope["headers"])
+            if crossing is not None:
+                send = _marking(send, crossing)
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
@@ -58,10 +72,23 @@ class Router(FastAPI):
                 operation["responses"].pop("422", None)  # the framework's own; ours is 400
         return described
 
+    def proxy_of(self, path: str) -> Proxy | None:
+        """What answers to `path` (without its percent-encoding); None: the control plane."""
+        if path in self.paths.usual:
+            return self.turns
+        kind = self.paths.kind(path)
+        if kind is Kind.TURN:
+            return self.turns
+        return self.one_model if kind is Kind.MODEL else None
 
-def is_proxied(path: str) -> bool:
-    """Everything below /v1/ but the model list, which is merged from all workers."""
-    return path.startswith("/v1/") and not (path == "/v1/models" or path.startswith("/v1/models/"))
+
+def _marking(send: Send, crossing: Crossing) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": crossing.marked(message["headers"])}
+        await send(message)
+
+    return sending
 
 
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
@@ -93,6 +120,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         body_limit=settings.limits.max_body_bytes,
         judges_hints=settings.sessions.hints == "follow",
     )
+    models = Models(ModelLists(fleet, tls), reading)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -140,6 +168,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                     ),
                 )
             )
+            app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
             app.affinity.start()
             lag = asyncio.create_task(_measure_lag(metrics))
@@ -150,20 +179,29 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
 
     app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.fleet, app.metrics = fleet, metrics
+    app.paths = Paths(settings.workers.engine_paths)
+    origins = settings.access.allowed_origins
+    app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
     app.admin_side = (
         FastAPI(title="coatcheck admin", docs_url=None, redoc_url=None)
         if settings.access.admin_listen is not None
         else app
     )
-    for each in {app, app.admin_side}:
+    for each, who in {app: admins_of_turns, app.admin_side: admins}.items():
         add_control_plane(
             each,
             fleet=fleet,
             metrics=metrics,
             draining=lambda: app.draining,
-            tls=tls,
-            tenants=tenants,
-            worker_key=settings.workers.key,
+            models=models,
+            management=Management(
+                fleet,
+                tls,
+                who,
+                reading,
+                admin_token=settings.access.token,
+                seconds=settings.limits.first_byte_timeout,
+            ),
         )
     add_admin(
         app.admin_side,

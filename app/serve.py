@@ -30,11 +30,10 @@ from fastapi import FastAPI
 
 from app import Trouble, children, version
 from app.config import Settings, mask
-from app.http.client import ClientLimits, client_protocol
+from app.http.client import ClientLimits, Route, client_protocol
 from app.http.tcp import ask_for_life, give_up_on_silence
 from app.listening import Place, listen_at_path, removed_at_end
-from app.main import Router, create_app, is_proxied
-from app.turn.turn import Turns
+from app.main import Router, create_app
 
 log = logging.getLogger("coatcheck")
 
@@ -177,9 +176,7 @@ class Server(uvicorn.Server):
         announce: Callable[[], None] = lambda: None,
         forceful: bool = True,
     ) -> None:
-        def config(
-            app: FastAPI, route: Callable[[str], Turns | None], lifespan: Literal["on", "off"]
-        ) -> uvicorn.Config:
+        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"]) -> uvicorn.Config:
             return uvicorn.Config(
                 app,
                 loop="uvloop",
@@ -193,6 +190,7 @@ class Server(uvicorn.Server):
                         read_wait=settings.limits.client_read_timeout,
                         idle=settings.listen.keepalive_timeout,
                     ),
+                    router.origins if app is router else None,
                 ),
                 ws="none",
                 lifespan=lifespan,
@@ -205,7 +203,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.process.drain_timeout,
             )
 
-        super().__init__(config(router, lambda path: router.turns if is_proxied(path) else None, "on"))
+        super().__init__(config(router, router.proxy_of, "on"))
         self._admin_config = config(router.admin_side, lambda path: None, "off")
         self._admin_sockets = admin_sockets
         self._router = router

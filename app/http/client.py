@@ -32,6 +32,7 @@ from app.errors import ClientDisconnected, TurnError, error_response
 from app.http.exchange import STATUS_LINES, Connection, Exchange, Proxy, Turn, head_bytes
 from app.http.headers import Header, connection_named
 from app.http.inplace import Driven, taken_by_peer
+from app.http.origins import Origins, is_preflight
 
 Route = Callable[[str], Proxy | None]
 """The proxy that answers to a path, if any."""
@@ -77,9 +78,15 @@ class ClientProtocol(Connection):
     """
 
     def __init__(
-        self, route: Route, draining: Callable[[], bool], limits: ClientLimits, watchman: Watchman, **uvicorns: Any
+        self,
+        route: Route,
+        draining: Callable[[], bool],
+        limits: ClientLimits,
+        watchman: Watchman,
+        origins: Origins | None,
+        **uvicorns: Any,
     ) -> None:
-        self.route, self.limits = route, limits
+        self.route, self.limits, self.origins = route, limits, origins
         self._draining, self._watchman, self._uvicorns = draining, watchman, uvicorns
         self._connections: set[Any] = uvicorns["server_state"].connections
         self._tasks: set[Any] = uvicorns["server_state"].tasks
@@ -185,6 +192,7 @@ class ClientProtocol(Connection):
             exchange.begin()
         elif self._error is not None and not self._lingers and not self.transport.is_closing():
             status, headers, body = error_response(self._error, self._reader.path)
+            headers = self._reader.marked(headers)
             self.transport.write(head_bytes(STATUS_LINES[status], [*headers, (b"connection", b"close")]) + body)
             self._hang_up()
 
@@ -263,12 +271,14 @@ def client_protocol(
     route: Route,
     draining: Callable[[], bool] = lambda: False,
     limits: ClientLimits | None = None,
+    origins: Origins | None = None,
 ) -> type[asyncio.Protocol]:
     """What uvicorn is given as `http=`: makes the protocol that gives requests for a path to the proxy that `route`
-    answers, if any, and which ends each connection with its next answer while `draining`. uvicorn only calls it, and
-    asks for no more of a class."""
+    answers, if any, and which ends each connection with its next answer while `draining`; pages of `origins` may use
+    it. uvicorn only calls it, and asks for no more of a class."""
     limits = limits or ClientLimits()
-    return cast(type[asyncio.Protocol], functools.partial(ClientProtocol, route, draining, limits, Watchman(limits)))
+    made = functools.partial(ClientProtocol, route, draining, limits, Watchman(limits), origins)
+    return cast(type[asyncio.Protocol], made)
 
 
 class Watchman:
@@ -373,6 +383,12 @@ class _Reader:
     def close(self) -> None:
         """It holds us: left alone, both would be garbage for the collector."""
         self._parser = self._exchange = None
+
+    def marked(self, headers: list[Header]) -> list[Header]:
+        """Of the answer to what was read last, as far as it came."""
+        origins = self._connection.origins
+        crossing = None if origins is None else origins.asked(unquote(self._url.decode("latin-1")), self._headers)
+        return headers if crossing is None else crossing.marked(headers)
 
     @property
     def path(self) -> bytes:
@@ -494,9 +510,13 @@ class _Reader:
                 line = _request_line(method, url, http_1_1)
                 self._without_offer = head_bytes(line, (pair for pair in headers if pair[0] != b"upgrade"))
                 return
-        # Not `or`: a proxy that runs no turns has a length of 0.
+        crossing = None if connection.origins is None else connection.origins.asked(path, headers)
+        if crossing is not None and is_preflight(method, headers):
+            proxy = crossing
         answerer = connection if proxy is None else proxy
         self._exchange = exchange = Exchange(connection, answerer, method, raw_path, query, headers)
+        if crossing is not None and proxy is not crossing:
+            exchange.mark = crossing.marked
         exchange.http_1_1 = http_1_1
         exchange.keep_alive = http_1_1 and parser.should_keep_alive()
         exchange.expects_continue = http_1_1 and self._expects_continue

@@ -126,6 +126,8 @@ class Exchange:
     # The turn, from `begin` to its end, which may be long after the answer's.
     begun = False
     _turn: Turn | None = None
+    mark: Callable[[list[Header]], list[Header]] | None = None
+    """What is done to the answer's headers, whoever gives it: for the request of another site's page."""
 
     def __init__(
         self, connection: Connection, proxy: Proxy, method: bytes, raw_path: bytes, query: bytes, headers: list[Header]
@@ -242,6 +244,8 @@ class Exchange:
     def start(self, status: int, headers: list[Header]) -> None:
         self.response_started = True
         self.expects_continue = False
+        if self.mark is not None:
+            headers = self.mark(headers)
         lines = [STATUS_LINES[status]]
         if status == 101:
             lines += (b"connection: upgrade\r\nupgrade: ", self.switches, b"\r\n")

@@ -23,6 +23,12 @@ NOBODY = b""
 
 CREDENTIALS = frozenset({b"authorization", b"x-api-key"})
 """Where a client says its key: as OpenAI's clients do (Bearer), or as Anthropic's."""
+PROTOCOLS = b"sec-websocket-protocol"
+"""Where a page of OpenAI's realtime API says it, which can set no other header."""
+FOREIGN = frozenset({b"api-key", b"x-goog-api-key", b"cookie"})
+"""Credentials that mean nothing here."""
+_KEY_PROTOCOL = b"openai-insecure-api-key."
+_ELSEWHERE = frozenset({b"x-api-key", PROTOCOLS})
 
 _is_tenant = re.compile(r"[A-Za-z0-9._-]{1,64}").fullmatch
 _is_hash = re.compile(r"sha256:[0-9a-f]{64}").fullmatch
@@ -39,20 +45,41 @@ class Tenants:
         return len(self._by_hash)
 
     def authenticate(self, noted: Noted) -> bytes:
-        """The tenant of a request. `noted` holds the values of CREDENTIALS. Raises TurnError `invalid_api_key`."""
+        """The tenant of a request. As `recognise`."""
+        return self.recognise(noted)[0]
+
+    def recognise(self, noted: Noted) -> tuple[bytes, Header | None]:
+        """The tenant of a request, and the header with the key that proves it. One valid key is enough, whatever else
+        stands beside it. `noted` holds the values of CREDENTIALS and PROTOCOLS. Raises TurnError `invalid_api_key`."""
         if not self._by_hash:
-            return NOBODY
-        key = credential(noted)
-        if key is None:
+            return NOBODY, None
+        values = noted.get(b"authorization")
+        if values is not None and len(values) == 1 and _ELSEWHERE.isdisjoint(noted):
+            # As nearly all say it.
+            scheme, _, key = values[0].partition(b" ")
+            if scheme == b"Bearer" and (whose := self._tenant_of(key)) is not None:
+                return whose, (b"authorization", values[0])
+        given = _credentials(noted)
+        if not given:
             raise _invalid("no API key was given; send it as Authorization: Bearer KEY")
+        found: dict[bytes, Header] = {}
+        for key, said in given:
+            tenant = self._tenant_of(key)
+            if tenant is not None:
+                found.setdefault(tenant, said)
+        if not found:
+            raise _invalid("the API key is not valid here")
+        if len(found) > 1:
+            raise _invalid(f"the request has keys of {len(found)} tenants; send those of one")
+        return next(iter(found.items()))
+
+    def _tenant_of(self, key: bytes) -> bytes | None:
         presented = hashlib.sha256(key).hexdigest()
         # The dictionary finds by the hash of a secret, whose timing tells nothing of the secret; the last word is
         # constant-time all the same.
         tenant = self._by_hash.get(presented)
         stored = presented if tenant is not None else "0" * 64
-        if not hmac.compare_digest(presented, stored) or tenant is None:
-            raise _invalid("the API key is not valid here")
-        return tenant
+        return tenant if hmac.compare_digest(presented, stored) else None
 
 
 def _invalid(message: str) -> TurnError:
@@ -61,15 +88,35 @@ def _invalid(message: str) -> TurnError:
 
 
 def credential(noted: Noted) -> bytes | None:
-    """The key that a request carries, or None."""
+    """The first key that a request carries, or None."""
+    given = _credentials(noted)
+    return given[0][0] if given else None
+
+
+def _credentials(noted: Noted) -> list[tuple[bytes, Header]]:
+    """The keys that a request carries, each with the header that says it to a worker."""
+    given: list[tuple[bytes, Header]] = []
     for value in noted.get(b"authorization", ()):
         scheme, _, key = value.strip().partition(b" ")
         if scheme.lower() == b"bearer" and key.strip():
-            return key.strip()
-    for value in noted.get(b"x-api-key", ()):
-        if value.strip():
-            return value.strip()
-    return None
+            given.append((key.strip(), (b"authorization", value.strip())))
+    keys = (value.strip() for value in noted.get(b"x-api-key", ()))
+    given += [(key, (b"x-api-key", key)) for key in keys if key]
+    for word in _protocols(noted):
+        key = word.removeprefix(_KEY_PROTOCOL)
+        if key and key != word:
+            given.append((key, (b"authorization", b"Bearer " + key)))
+    return given
+
+
+def protocols_without_keys(noted: Noted) -> bytes:
+    """The value of PROTOCOLS for a worker; nothing where all of them were keys."""
+    return b", ".join(word for word in _protocols(noted) if not word.startswith(_KEY_PROTOCOL))
+
+
+def _protocols(noted: Noted) -> list[bytes]:
+    words = (word.strip() for value in noted.get(PROTOCOLS, ()) for word in value.split(b","))
+    return [word for word in words if word]
 
 
 def read_keys(path: Path) -> Tenants:

@@ -16,7 +16,15 @@ from app.http.response import Expected
 from app.http.worker import WorkerConnection
 from app.metrics import BodyUnread
 from app.sessions.identity import HINTS, Identifier, Identity
-from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS, NOBODY, Tenants
+from app.sessions.tenants import (
+    ADMIN_TOKEN,
+    CREDENTIALS,
+    FOREIGN,
+    NOBODY,
+    PROTOCOLS,
+    Tenants,
+    protocols_without_keys,
+)
 from app.turn.fields import FieldReader, Fields, TooLarge
 
 DRY_RUN = b"x-coatcheck-dry-run"
@@ -60,16 +68,21 @@ class Reading:
         self.tenants = tenants if tenants is not None and len(tenants) else None
         self.body_limit = body_limit
         self.rank_line = b"\r\n%b: %%d" % rank_header
+        self.worker_key = worker_key
         self.key_line = b"authorization: Bearer %b\r\n" % worker_key if worker_key else b""
         self.judges_hints = judges_hints
         self.fields = FieldReader(self.identifier.body_fields)
         self.rare = HINTS | {DRY_RUN} if judges_hints else frozenset({DRY_RUN})
         self.wanted = _WANTED | FORWARDED | self.identifier.wanted | self.identifier.unread
         kept_back = NOT_TO_WORKER | {DRY_RUN, ADMIN_TOKEN}
+        self.keeps_credentials = self.tenants is not None or bool(worker_key)
+        """Of those that a client sends, no worker gets any but the one that is valid here, or it gets ours."""
         if self.tenants is not None:
             self.wanted |= CREDENTIALS
-        if worker_key:
-            kept_back |= CREDENTIALS
+            kept_back |= FOREIGN
+        if self.keeps_credentials:
+            self.wanted |= {PROTOCOLS}
+            kept_back |= CREDENTIALS | {PROTOCOLS}
         if has_ranks:
             kept_back |= {rank_header}
         self.kept_back = kept_back | FORWARDED
@@ -80,6 +93,18 @@ class Reading:
     def next_id(self) -> bytes:
         """For a request that brings none."""
         return b"%b-%x" % (self._id_prefix, next(self._ids))
+
+    def speaks_for(self, noted: Noted) -> list[Header]:
+        """The credentials with which the router asks workers for a client, whose headers are `noted`.
+        Raises TurnError `invalid_api_key`."""
+        said = None if self.tenants is None else self.tenants.recognise(noted)[1]
+        if self.worker_key:
+            return [(b"authorization", b"Bearer " + self.worker_key)]
+        others = [b"openai-organization", b"openai-project"]
+        if self.tenants is None:
+            others += sorted(CREDENTIALS)
+        passed = [(name, value) for name in others for value in noted.get(name, ())]
+        return passed if said is None else [said, *passed]
 
 
 class Request:
@@ -121,13 +146,23 @@ class Request:
         lines, noted = sort_request(exchange.headers, reading.wanted, kept_back)
         self.noted = noted
         self._lines = lines + reading.forwarding.lines((peer or "").encode(), exchange.scheme, noted, trusted)
-        self.id = _given_id(noted) or reading.next_id()
-        if reading.tenants is not None:
-            self.tenant = reading.tenants.authenticate(noted)
+        self.id = given_id(noted) or reading.next_id()
+        if reading.keeps_credentials:
+            self._keep_credentials(noted)
         if not reading.rare.isdisjoint(noted):
             self.may_hint = reading.judges_hints
             self.dry_run = DRY_RUN in noted and noted[DRY_RUN][0].strip().lower() in _YES
         self.identity = reading.identifier.identify(noted)
+
+    def _keep_credentials(self, noted: Noted) -> None:
+        """Raises TurnError `invalid_api_key`."""
+        reading = self._reading
+        if reading.tenants is not None:
+            self.tenant, said = reading.tenants.recognise(noted)
+            if said is not None and not reading.key_line:
+                self._lines += b"%b: %b\r\n" % said
+        if PROTOCOLS in noted and (words := protocols_without_keys(noted)):
+            self._lines += b"%b: %b\r\n" % (PROTOCOLS, words)
 
     async def read_body(self) -> None:
         """The body (capped), and the fields that routing needs. Raises TurnError or ClientDisconnected."""
@@ -250,7 +285,8 @@ class Request:
         self._exchange.interim(status, response_headers(headers, status, self._origin))
 
 
-def _given_id(noted: Noted) -> bytes | None:
+def given_id(noted: Noted) -> bytes | None:
+    """A request's own id, where it brings one that can be used."""
     values = noted.get(b"x-request-id")
     return values[0] if values and 0 < len(values[0]) <= 128 and values[0].isascii() else None
 

@@ -298,3 +298,65 @@ async def _(rooms: Rooms) -> None:
     own.write_text("sk-file\n")
     async with rooms.open(workers=1, replicas=1, worker_api_key_file=own) as room:
         assert await arrives(room) == {"authorization": "Bearer sk-file"}
+
+
+CREDENTIALS = {"authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie", "sec-websocket-protocol"}
+
+
+async def _arrives(room: Room, *pairs: tuple[str, str], **how: Any) -> dict[str, str]:
+    turn = await room.turn("s", again=list(pairs), **how)
+    assert (turn.status, room.served_count) == (200, 1)
+    (seen,) = room.workers[0].turns
+    room.workers[0].turns.clear()
+    return {name: seen[name] for name in seen if name in CREDENTIALS}
+
+
+@says("One valid key is enough, whatever stands beside it; what is no valid key here reaches no worker.")
+async def _(rooms: Rooms) -> None:
+    file, (alice,) = rooms.keys("alice")
+    own, foreign = ("authorization", f"Bearer {alice}"), ("authorization", "Bearer sk-other")
+    others = [("api-key", "k"), ("x-goog-api-key", "k"), ("cookie", "sso=1")]
+    given = [
+        ([foreign, ("x-api-key", alice)], {"x-api-key": alice}),
+        ([("x-api-key", "sk-ant"), own], {"authorization": f"Bearer {alice}"}),
+        ([foreign, own], {"authorization": f"Bearer {alice}"}),
+        ([own, foreign], {"authorization": f"Bearer {alice}"}),
+        ([("authorization", "Basic eDp5"), own, *others], {"authorization": f"Bearer {alice}"}),
+    ]
+    async with rooms.open(workers=1, replicas=1, api_keys=file) as room:
+        for pairs, expected in given:
+            assert await _arrives(room, *pairs) == expected
+        assert await room.claim("s", tenant="alice") is not None
+    async with rooms.open(workers=1, replicas=1, api_keys=file, worker_api_key="sk-worker") as room:
+        for pairs, _ in given:
+            assert await _arrives(room, *pairs) == {"authorization": "Bearer sk-worker"}
+
+
+@says("Valid keys of two tenants in one request are refused like none.")
+async def _(rooms: Rooms) -> None:
+    file, (alice, bob) = rooms.keys("alice", "bob")
+    async with rooms.open(workers=1, replicas=1, api_keys=file) as room:
+        for second in (("x-api-key", bob), ("authorization", f"Bearer {bob}")):
+            turn = await room.turn("s", key=alice, again=[second])
+            assert turn.refusal == (401, "invalid_api_key")
+            assert "2 tenants" in turn.json["error"]["message"]
+        assert room.served_count == 0
+
+
+@says("A page's WebSocket may say its key as the protocol `openai-insecure-api-key.KEY`; its worker gets a header.")
+async def _(rooms: Rooms) -> None:
+    file, (alice,) = rooms.keys("alice")
+    page: dict[str, Any] = {"method": "GET", "path": "/v1/realtime", "body": b""}
+    offer = [("connection", "upgrade"), ("upgrade", "websocket")]
+    said = ("sec-websocket-protocol", f"realtime, openai-insecure-api-key.{alice}, openai-beta.realtime-v1")
+    clean = {"sec-websocket-protocol": "realtime, openai-beta.realtime-v1"}
+    async with rooms.open(workers=1, replicas=1, api_keys=file) as room:
+        assert await _arrives(room, *offer, said, **page) == {"authorization": f"Bearer {alice}"} | clean
+        wrong = ("sec-websocket-protocol", f"realtime, openai-insecure-api-key.{alice}x")
+        assert (await room.turn("s", again=[*offer, wrong], **page)).refusal == (401, "invalid_api_key")
+    settings: tuple[dict[str, Any], ...] = ({"api_keys": file}, {})
+    for each in settings:
+        async with rooms.open(workers=1, replicas=1, worker_api_key="sk-worker", **each) as room:
+            assert await _arrives(room, *offer, said, **page) == {"authorization": "Bearer sk-worker"} | clean
+    async with rooms.open(workers=1, replicas=1) as room:
+        assert await _arrives(room, *offer, said, **page) == {said[0]: said[1]}

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from app.turn.paths import Kind, Paths
 from tests.support import http_model
 from tests.support.http_model import Answer, Incomplete, Malformed, Request
 from tests.support.raw import END, OK, Kept, Peer, answers, chunk, get, post
@@ -216,8 +217,8 @@ def read_all(data: bytes) -> tuple[list[Request], bool]:
 
 def is_for_a_worker(request: Request) -> bool:
     path = unquote_to_bytes(http_model.origin_form(request.target).partition(b"?")[0])
-    models = path == b"/v1/models" or path.startswith(b"/v1/models/")
-    return path.startswith(b"/v1/") and not models and not {b".", b".."} & set(path.split(b"/"))
+    kind = Paths().kind(path.decode("utf-8", "replace"))
+    return kind is Kind.TURN and not {b".", b".."} & set(path.split(b"/"))
 
 
 @settings(FUZZ, max_examples=350)

@@ -93,7 +93,6 @@ OPERATIONS = [
     ("GET", "/ready"),
     ("GET", "/metrics"),
     ("GET", "/v1/models"),
-    ("GET", "/v1/models/{name}"),
     ("GET", "/admin/session"),
     ("DELETE", "/admin/session"),
     ("GET", "/admin/sessions"),

@@ -325,7 +325,9 @@ async def test_final_tunnel_closes_its_session(live: Live) -> None:
         client.close()
         await live.rest()
         async with live.client() as after:
-            await after.send(get(b"/admin/session?session=last", b"connection: close"))
+            await after.send(
+                b"GET /admin/session?session=last HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+            )
             assert (await after.answer(b"GET")).status == 404
 
 

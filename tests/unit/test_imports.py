@@ -13,7 +13,7 @@ GROUND = {"app.errors", "app.metrics"}
 """Any house may stand on them; they know nothing of ours."""
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""
-CONTROL = {"app.control", "app.admin"}
+CONTROL = {"app.control", "app.admin", "app.management"}
 STARTERS = {
     "app.__main__",
     "app.cli",

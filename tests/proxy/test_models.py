@@ -1,0 +1,179 @@
+"""`/v1/models`, whatever a worker does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.sessions.tenants import new_key
+from tests.proxy.test_paths import asked, code, fleet, named, said, says
+from tests.support.http_model import Request
+from tests.support.raw import Live, Peer, get, tells, to_each, until
+
+PROMISED = 2.0
+"""Seconds."""
+BUSY = 1.0
+"""That the machine may add."""
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+async def hangs(peer: Peer) -> None:
+    await peer.request()
+    await peer.gone()
+
+
+async def drips(peer: Peer) -> None:
+    await peer.request()
+    await peer.send(HEAD + b"content-length: 100000\r\n\r\n")
+    while True:
+        await peer.send(b" ")
+        await asyncio.sleep(0.2)
+
+
+async def drips_its_head(peer: Peer) -> None:
+    await peer.request()
+    for byte in HEAD * 100:
+        await peer.send(bytes([byte]))
+        await asyncio.sleep(0.2)
+
+
+async def floods(peer: Peer) -> None:
+    await peer.request()
+    await peer.send(HEAD + b"connection: close\r\n\r\n")
+    while True:
+        await peer.send(b" " * (1 << 20))
+
+
+async def is_too_long(peer: Peer) -> None:
+    await peer.request()
+    entries = b",".join([b'{"id":"m%d"}' % number for number in range(100_000)])
+    await peer.send(says(200, b'{"data":[%b]}' % entries))
+
+
+async def takes_no_requests(peer: Peer) -> None:
+    await asyncio.sleep(60)
+
+
+WRONG = {script.__name__: script for script in (hangs, drips, drips_its_head, floods, is_too_long, takes_no_requests)}
+
+
+def listed(body: bytes) -> list[str]:
+    return [entry["id"] for entry in json.loads(body)["data"]]
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.parametrize("wrong", WRONG)
+async def test_one_worker_costs_no_more_than_is_promised(wrong: str) -> None:
+    async with fleet(WRONG[wrong], to_each(_good)) as (live, _):
+        began = time.monotonic()
+        answer = await asked(live, get(b"/v1/models"))
+        assert (answer.status, listed(answer.body)) == (200, ["good"])
+        assert time.monotonic() - began < PROMISED + BUSY
+        began = time.monotonic()
+        assert listed((await asked(live, get(b"/v1/models"))).body) == ["good"]
+        assert time.monotonic() - began < BUSY, "a worker that was late is waited for again"
+
+
+async def _good(peer: Peer, request: Request) -> None:
+    await peer.send(named("good"))
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_no_list_stops_the_streams() -> None:
+    async with fleet(floods, is_too_long) as (live, _):
+        before = await _lag(live)
+        assert code(await asked(live, get(b"/v1/models"))) == (502, "worker_bad_response")
+        assert await _lag(live) - before < 0.5
+
+
+async def _lag(live: Live) -> float:
+    return (await live.samples())["coatcheck_loop_lag_seconds_sum"]
+
+
+@pytest.mark.parametrize(
+    ("scripts", "status", "body"),
+    [
+        ([says(403, b'{"error":"quota"}')], 403, b'{"error":"quota"}'),
+        ([says(401, b"who?", b"text/plain")], 401, b"who?"),
+        ([says(500, b"oops"), says(429, b"slow")], 429, b"slow"),
+        ([says(500, b"oops")], 500, b"oops"),
+        ([says(500, b"oops"), named()], 200, b'{"object":"list","data":[]}'),
+    ],
+)
+async def test_what_workers_answer_is_told_as_it_was(scripts: list[bytes], status: int, body: bytes) -> None:
+    async with fleet(*map(tells, scripts)) as (live, _):
+        answer = await asked(live, get(b"/v1/models", b"x-request-id: me"))
+        assert (answer.status, answer.body) == (status, body)
+        assert (b"x-request-id", b"me") in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (tells(b"", stays=False), (502, "worker_bad_response")),
+        (tells(says(200, b"[1]")), (502, "worker_bad_response")),
+        (tells(says(200, b'{"data":[{"id":"\xff"}]}')), (502, "worker_bad_response")),
+        (tells(b"HTTP/1.1 302 X\r\nlocation: http://evil/\r\ncontent-length: 0\r\n\r\n"), (502, "worker_bad_response")),
+        (hangs, (504, "worker_timeout")),
+    ],
+)
+async def test_why_there_is_no_list(script: Any, expected: tuple[int, str]) -> None:
+    async with fleet(script) as (live, _):
+        answer = await asked(live, get(b"/v1/models"))
+        assert code(answer) == expected
+        assert b"x-request-id" in dict(answer.headers)
+
+
+async def test_nobody_is_there() -> None:
+    with Live(workers=0, absent=2) as live:
+        assert code(await asked(live, get(b"/v1/models"))) == (503, "worker_unreachable")
+
+
+async def test_entries_pass_as_they_are() -> None:
+    body = b'{"data":[{"id":"a","big":123456789012345678901234567890,"x":{"y":[1.50]}},{"no":1},7,{"id":5}]}'
+    async with fleet(tells(says(200, body)), tells(named("a", "b"))) as (live, _):
+        answer = await asked(live, get(b"/v1/models"))
+        first, second = json.loads(answer.body)["data"]
+        assert first == {"id": "a", "big": 123456789012345678901234567890, "x": {"y": [1.5]}}
+        assert second["id"] == "b"
+
+
+@pytest.mark.parametrize("target", [b"/v1/models", b"/v1/models/m"])
+async def test_the_clients_leaving_ends_the_work(target: bytes) -> None:
+    async with fleet(hangs) as (live, (worker,)):
+        client = await live.connect()
+        await client.send(get(target))
+        await until(lambda: worker.requests)
+        began = time.monotonic()
+        client.close()
+        await until(lambda: worker.peers[0].ended)
+        assert time.monotonic() - began < 1
+
+
+async def test_with_which_key_workers_are_asked(tmp_path: Path) -> None:
+    alice, line = new_key("alice")
+    file = tmp_path / "keys"
+    file.write_text(line)
+    own = b"authorization: Bearer " + alice.encode()
+    cases: list[tuple[dict[str, Any], list[bytes], list[bytes], list[bytes]]] = [
+        ({}, [b"authorization: Bearer sk", b"x-api-key: k"], [b"Bearer sk"], [b"k"]),
+        ({"worker_api_key": "sk-w"}, [b"authorization: Bearer sk", b"x-api-key: k"], [b"Bearer sk-w"], []),
+        ({"api_keys": file}, [own, b"x-api-key: foreign"], [own.partition(b": ")[2]], []),
+        ({"api_keys": file, "worker_api_key": "sk-w"}, [own, b"x-api-key: foreign"], [b"Bearer sk-w"], []),
+    ]
+    for settings, given, authorization, key in cases:
+        async with fleet(to_each(_good), **settings) as (live, (worker,)):
+            for target in (b"/v1/models", b"/v1/models/good"):
+                assert (await asked(live, get(target, *given, b"cookie: c"))).status == 200
+            for request in worker.requests:
+                assert (said(request, b"authorization"), said(request, b"x-api-key")) == (authorization, key)
+                assert not said(request, b"cookie")
+            if "api_keys" in settings:
+                for target in (b"/v1/models", b"/v1/models/good", b"/v1/models/x/ready"):
+                    assert code(await asked(live, get(target))) == (401, "invalid_api_key")
+                assert len(worker.requests) == 2

@@ -1,4 +1,4 @@
-"""What the worker served: one record per turn, and the gauges that follow from the records."""
+"""What the worker served: one record per turn, the gauges that follow from them, and one per call beside the turns."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Turn(msgspec.Struct, kw_only=True):
     """One turn as `/mock/turns` shows it. Times are unix seconds."""
 
     session: str | None
+    named_by: str | None
+    """The header or the body's field that named the session."""
     rank: int | None
     model: str
     stream: bool
@@ -28,9 +30,30 @@ class Turn(msgspec.Struct, kw_only=True):
     completion_tokens: int = 0
     """Handed to the transport so far."""
     request_id: str | None
+    method: str
     path: str
+    authorization: str | None
+    """The header as it came; so is `api_key`, from `X-Api-Key`."""
+    api_key: str | None
     fault: str | None = None
     """The mode of the injected fault, if there was one."""
+
+
+class Call(msgspec.Struct, kw_only=True):
+    """A request beside the turns as `/mock/calls` shows it: for what is kept here, management, unknown paths."""
+
+    start: float
+    method: str
+    path: str
+    query: str
+    session: str | None
+    named_by: str | None
+    authorization: str | None
+    api_key: str | None
+    request_id: str | None
+    status: int | None = None
+    """None as long as there is no answer."""
+    fault: str | None = None
 
 
 class TurnLog:
@@ -88,14 +111,24 @@ class Recording:
 
     def __init__(self, log: TurnLog, turn: Turn) -> None:
         self._log = log
+        self._detached = False
         self.turn = turn
+
+    def detach(self) -> None:
+        """The turn goes on when this is left. Who calls this must `complete` or `abort` it."""
+        self._detached = True
 
     def complete(self) -> None:
         """The whole answer has been handed to the transport."""
         self._log.finish(self.turn, "completed")
 
+    def abort(self) -> None:
+        """It has ended. Nothing if it was completed before."""
+        self._log.finish(self.turn, "aborted")
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._log.finish(self.turn, "aborted")
+        if not self._detached:
+            self.abort()

@@ -1,12 +1,14 @@
 """One mock worker as an ASGI app: `create_mock` is the only wiring.
 
-FastAPI has the control plane: `/v1/models`, `/health`, `/mock/...`. Turns go to `turns.TurnService` before Starlette
-sees them.
+Turns go to `turns.TurnService` before Starlette sees them. FastAPI has the rest. What clients and operators call there
+is a call: it is recorded and takes faults, as turns do. Probes (`/health`, `/v1/models`) and `/mock/...` are neither.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -15,10 +17,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from mocker import turns, wire
-from mocker.faults import Fault
+from mocker import identity, kept, turns, wire
+from mocker.engine import left_within
+from mocker.faults import Fault, FaultySend, reset_connection
+from mocker.records import Call
 from mocker.settings import MockSettings
 from mocker.wire import RequestError
+
+_PROBED = ("/health", "/v1/models")
 
 
 def create_mock(settings: MockSettings) -> MockWorker:
@@ -34,15 +40,70 @@ class MockWorker(FastAPI):
         self.settings = settings
         self._turns = turns.TurnService(settings)
         self._name_header = (turns.NAME_HEADER.encode(), settings.name.encode())
+        self._asleep = False
+        self._calls: deque[Call] = deque(maxlen=settings.history)
+        service = self._turns
         self._serve_api()
+        self._serve_management()
+        self.include_router(kept.routes(service.responses, service.new_id, service.answer_now, service.pace.ttft))
         self._serve_mock_api()
         self._shape_errors()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] in turns.PARSERS:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and path in self._turns.apis:
             await self._turns(scope, receive, send)
-        else:
+        elif scope["type"] != "http" or path in _PROBED or path.startswith("/mock/"):
             await super().__call__(scope, receive, self._naming(send))
+        else:
+            await self._call(scope, receive, send)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Record it, and let it suffer the fault that is ordered."""
+        headers = turns.read_headers(scope)
+        named_by, session = identity.of_headers(headers) or (None, None)
+        fault = self._turns.faults.take()
+        call = Call(
+            start=time.time(),
+            method=scope["method"],
+            path=scope["path"],
+            query=scope["query_string"].decode("latin-1"),
+            session=session,
+            named_by=named_by,
+            authorization=headers.get("authorization"),
+            api_key=headers.get("x-api-key"),
+            request_id=headers.get(turns.REQUEST_ID_HEADER),
+            fault=None if fault is None else fault.mode,
+        )
+        self._calls.append(call)
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+            await answer(message)
+
+        answer = send if fault is None else FaultySend(send, fault)
+        named = self._naming(noting)
+        try:
+            self._turns.authorise(scope["path"], headers)
+            match fault:
+                case Fault(mode="status", status=status, headers=more):
+                    raise turns.ordered(status, more)
+                case Fault(mode="fail"):
+                    raise turns.ordered(500)
+                case Fault(mode="hang"):
+                    await left_within(receive, None)
+                    return
+                case Fault(mode="reset"):
+                    reset_connection(send)
+                    await left_within(receive, None)
+                    return
+                case Fault(mode="slow", ttft_ms=ttft_ms):
+                    await asyncio.sleep((ttft_ms or 0) / 1000)
+        except RequestError as error:
+            await _shaped(error)(scope, receive, named)
+        else:
+            await super().__call__(scope, receive, named)
 
     def reset_running_turns(self) -> None:
         """Reset the connections of all running turns, which are recorded as aborted. For a quick stop."""
@@ -58,24 +119,68 @@ class MockWorker(FastAPI):
 
     def _serve_api(self) -> None:
         created = int(time.time())
-        models = {
-            model: {"id": model, "object": "model", "created": created, "owned_by": "mocker"}
-            for model in self.settings.models
-        }
+        adapters = self._turns.adapters
+
+        def described(model: str) -> dict[str, Any]:
+            return {"id": model, "object": "model", "created": created, "owned_by": "mocker"}
 
         @self.get("/v1/models")
         async def list_models(request: Request) -> Response:
-            self._turns.authorise(request.headers.get("authorization"))
-            return _json({"object": "list", "data": list(models.values())})
+            self._turns.authorise(request.url.path, request.headers)
+            return _json({"object": "list", "data": [described(each) for each in (*self.settings.models, *adapters)]})
+
+        @self.get("/v1/models/{model:path}/ready")
+        async def ready(model: str) -> Response:
+            return _json({"name": self._turns.check_model(model), "ready": True})
 
         @self.get("/v1/models/{model:path}")
-        async def retrieve_model(request: Request, model: str) -> Response:
-            self._turns.authorise(request.headers.get("authorization"))
-            self._turns.check_model(model)
-            return _json(models[model])
+        async def retrieve_model(model: str) -> Response:
+            return _json(described(self._turns.check_model(model)))
 
         @self.get("/health")
         async def health() -> Response:
+            return _json({"status": "ok"})
+
+    def _serve_management(self) -> None:
+        """Paths that change a worker. Adapters and sleep are remembered; the rest only leaves its record."""
+        service = self._turns
+
+        @self.post("/v1/load_lora_adapter")
+        async def load_adapter(request: Request) -> Response:
+            name = _parse_adapter(await request.body()).lora_name
+            if name in service.adapters:
+                raise RequestError(400, f"The lora adapter '{name}' has already been loaded.")
+            service.adapters.add(name)
+            return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
+
+        @self.post("/v1/unload_lora_adapter")
+        async def unload_adapter(request: Request) -> Response:
+            name = _parse_adapter(await request.body()).lora_name
+            if name not in service.adapters:
+                raise RequestError(404, f"The lora adapter '{name}' cannot be found.")
+            service.adapters.remove(name)
+            return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
+
+        @self.post("/sleep")
+        async def sleep() -> Response:
+            self._asleep = True
+            return Response()
+
+        @self.post("/wake_up")
+        async def wake_up() -> Response:
+            self._asleep = False
+            return Response()
+
+        @self.get("/is_sleeping")
+        async def is_sleeping() -> Response:
+            return _json({"is_sleeping": self._asleep})
+
+        @self.post("/collective_rpc")
+        async def collective_rpc() -> Response:
+            return _json({"results": [None]})
+
+        @self.api_route("/v1/internal/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        async def internal(rest: str) -> Response:
             return _json({"status": "ok"})
 
     def _serve_mock_api(self) -> None:
@@ -94,6 +199,16 @@ class MockWorker(FastAPI):
         @self.delete("/mock/turns")
         async def clear_turns() -> Response:
             return _json({"cleared": log.clear()})
+
+        @self.get("/mock/calls")
+        async def list_calls(path: str | None = None) -> Response:
+            return _json({"calls": [call for call in self._calls if path in (None, call.path)]})
+
+        @self.delete("/mock/calls")
+        async def clear_calls() -> Response:
+            cleared = len(self._calls)
+            self._calls.clear()
+            return _json({"cleared": cleared})
 
         @self.get("/mock/faults")
         async def list_faults() -> Response:
@@ -115,17 +230,27 @@ class MockWorker(FastAPI):
     def _shape_errors(self) -> None:
         @self.exception_handler(RequestError)
         async def on_request_error(_: Request, error: RequestError) -> Response:
-            return Response(error.body, error.status, headers=error.headers, media_type="application/json")
+            return _shaped(error)
 
         @self.exception_handler(RequestValidationError)
         async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
-            body = wire.error_body(str(error), kind="invalid_request_error")
-            return Response(body, 400, media_type="application/json")
+            return _shaped(RequestError(400, str(error)))
 
         @self.exception_handler(HTTPException)
         async def on_http_exception(request: Request, error: HTTPException) -> Response:
-            body = wire.error_body(f"{error.detail}: {request.method} {request.url.path}", kind="invalid_request_error")
-            return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+            message = f"{error.detail}: {request.method} {request.url.path}"
+            return _shaped(RequestError(error.status_code, message, headers=error.headers))
+
+
+class _Adapter(msgspec.Struct):
+    lora_name: str
+
+
+_parse_adapter = wire.decoder(_Adapter)
+
+
+def _shaped(error: RequestError) -> Response:
+    return Response(wire.error_body(error), error.status, headers=dict(error.headers), media_type="application/json")
 
 
 def _json(value: Any) -> Response:

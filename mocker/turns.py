@@ -6,40 +6,38 @@ its connection.
 
 from __future__ import annotations
 
+import asyncio
 import random
-import socket
-import struct
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from mocker import wire
-from mocker.cache import PrefixCache, count_tokens
+from mocker import identity, messages, outside, wire
+from mocker.cache import PrefixCache
 from mocker.engine import Completion, Engine, Metronome, Pace, left_now, left_within
-from mocker.faults import Fault, Faults
+from mocker.faults import Fault, Faults, FaultySend, reset_connection
 from mocker.records import Recording, Turn, TurnLog
+from mocker.responses import ResponseAnswer, Responses
 from mocker.settings import MockSettings
-from mocker.wire import Ask, RequestError, Usage
+from mocker.wire import Answer, Ask, Finish, RequestError, Usage
 
-SESSION_HEADER = "x-dynamo-session-id"
 RANK_HEADER = "x-data-parallel-rank"
 REQUEST_ID_HEADER = "x-request-id"
 NAME_HEADER = "x-mock-worker"
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
-EMBEDDINGS_PATH = "/v1/embeddings"
-
-PARSERS = {
-    CHAT_PATH: wire.parse_chat,
-    COMPLETIONS_PATH: wire.parse_completion,
-    EMBEDDINGS_PATH: wire.parse_embedding,
-}
-"""The paths whose requests are turns."""
-
 _NO_HEADERS: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """A path whose requests are turns."""
+
+    parse: Callable[[bytes], Ask]
+    """Raises RequestError."""
+    error: Callable[[RequestError], bytes] = wire.error_body
 
 
 class ClientLeft(Exception):
@@ -57,21 +55,34 @@ class TurnService:
         self.engine = Engine(settings.seed)
         self.metronome = Metronome()
         self.pace = Pace(settings.ttft_ms / 1000, settings.itl_ms / 1000)
+        self.responses = Responses(self.new_id)
+        self.adapters: set[str] = set()
+        """The names of loaded LoRA adapters: models that this worker serves beside its own."""
+        self.apis = {
+            "/v1/chat/completions": Api(wire.parse_chat),
+            "/v1/completions": Api(wire.parse_completion),
+            "/v1/embeddings": Api(wire.parse_embedding),
+            "/v1/messages": Api(messages.parse, messages.error_body),
+            "/v1/messages/count_tokens": Api(messages.parse_count, messages.error_body),
+            "/v1/responses": Api(self.responses.parse),
+            **{path: Api(parse) for path, parse in outside.PARSERS.items()},
+        }
         self._senders: set[Send] = set()
         self._ids = random.Random(f"{settings.seed}/{settings.name}")
-        self._expected_authorization = None if settings.api_key is None else f"Bearer {settings.api_key}"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        api = self.apis[scope["path"]]
         try:
             if scope["method"] != "POST":
-                raise RequestError(405, f"Method Not Allowed: {scope['method']} {scope['path']}", allow="POST")
-            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-            self.authorise(headers.get("authorization"))
-            ask = PARSERS[scope["path"]](await read_body(receive))
-            self.check_model(ask.model)
-            turn = self._admit(scope["path"], headers, ask)
+                message = f"Method Not Allowed: {scope['method']} {scope['path']}"
+                raise RequestError(405, message, headers={"allow": "POST"})
+            headers = read_headers(scope)
+            self.authorise(scope["path"], headers)
+            ask = api.parse(await read_body(receive))
+            model = self.check_model(ask.model)
+            turn = self._admit(scope, headers, ask, model)
         except RequestError as error:
-            await self.reply(send, error.status, error.body, error.headers)
+            await self.reply(send, error.status, api.error(error), error.headers)
         except ClientLeft:
             pass
         else:
@@ -81,19 +92,55 @@ class TurnService:
             with self.log.record(turn) as recording:
                 self._senders.add(send)
                 try:
-                    await _RunningTurn(self, recording, ask, fault, receive, send).run(scope)
+                    await _RunningTurn(self, recording, api, ask, fault, receive, send).run(scope)
                 finally:
                     self._senders.discard(send)
 
-    def authorise(self, authorization: str | None) -> None:
-        """Raises RequestError if the worker wants a key and this header has not got it."""
-        if self._expected_authorization not in (None, authorization):
+    def authorise(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raises RequestError if the worker wants a key for this path and these headers have not got it."""
+        expected = self.settings.api_key
+        if expected is None or not path.startswith("/v1/") or headers.get("x-api-key") == expected:
+            return
+        if headers.get("authorization") != f"Bearer {expected}":
             raise RequestError(401, "Incorrect API key provided.", code="invalid_api_key")
 
-    def check_model(self, model: str) -> None:
-        """Raises RequestError if the worker does not serve `model`."""
-        if model not in self.settings.models:
+    def check_model(self, model: str | None) -> str:
+        """The model that serves a request for `model`. Raises RequestError if the worker does not serve it."""
+        if model is None:
+            return self.settings.models[0]
+        if model not in self.settings.models and model not in self.adapters:
             raise RequestError(404, f"The model `{model}` does not exist.", param="model", code="model_not_found")
+        return model
+
+    def answer_now(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """Status and body of a request of a batch: nobody waits for it, and it is no turn."""
+        api = self.apis.get(path)
+        try:
+            if api is None:
+                raise RequestError(404, f"Not Found: POST {path}")
+            ask = api.parse(body)
+            self.check_model(ask.model)
+            if ask.compute is not None:
+                return 200, ask.compute(self.engine)
+            assert ask.answer is not None
+            tokens, finish = self.length(ask)
+            texts = [each.text() for each in self.completions(ask, tokens)]
+            usage = Usage(ask.prompt_tokens, 0, tokens * ask.choices)
+            return 200, ask.answer(self.new_id()).whole(texts, finish, usage)
+        except RequestError as error:
+            return error.status, wire.error_body(error)
+
+    def length(self, ask: Ask) -> tuple[int, Finish]:
+        """How many tokens each choice of the answer has, and why it ends there."""
+        if ask.max_tokens is not None:
+            return ask.max_tokens, "length"
+        if ask.most_tokens is not None and ask.most_tokens <= self.settings.tokens:
+            return ask.most_tokens, "length"
+        return self.settings.tokens, "stop"
+
+    def completions(self, ask: Ask, tokens: int) -> list[Completion]:
+        """One per choice; the first is as that of a request for one."""
+        return [self.engine.completion(ask.prompt, ask.seed + index, tokens) for index in range(ask.choices)]
 
     def new_id(self) -> str:
         """For an answer. As seeded as the rest, but different on every worker."""
@@ -104,22 +151,25 @@ class TurnService:
         for send in self._senders:
             reset_connection(send)
 
-    def _admit(self, path: str, headers: Mapping[str, str], ask: Ask) -> Turn:
-        session = headers.get(SESSION_HEADER) or None
+    def _admit(self, scope: Scope, headers: Mapping[str, str], ask: Ask, model: str) -> Turn:
+        named_by, session = identity.of_headers(headers) or ask.named or (None, None)
         rank = self._rank(headers.get(RANK_HEADER))
-        generates = path != EMBEDDINGS_PATH
         return Turn(
             session=session,
+            named_by=named_by,
             rank=rank,
-            model=ask.model,
+            model=model,
             stream=ask.stream,
             start=time.time(),
-            prompt_tokens=count_tokens(ask.prompt) if generates else sum(map(count_tokens, ask.inputs)),
-            cached_tokens=self.cache.cached_tokens(session, ask.model, rank, ask.prompt)
-            if session and generates
+            prompt_tokens=ask.prompt_tokens,
+            cached_tokens=self.cache.cached_tokens(session, model, rank, ask.prompt)
+            if session and ask.answer is not None
             else 0,
             request_id=headers.get(REQUEST_ID_HEADER),
-            path=path,
+            method=scope["method"],
+            path=scope["path"],
+            authorization=headers.get("authorization"),
+            api_key=headers.get("x-api-key"),
         )
 
     def _rank(self, value: str | None) -> int | None:
@@ -147,118 +197,204 @@ class _RunningTurn:
     """One admitted turn on its connection."""
 
     def __init__(
-        self, service: TurnService, recording: Recording, ask: Ask, fault: Fault | None, receive: Receive, send: Send
+        self,
+        service: TurnService,
+        recording: Recording,
+        api: Api,
+        ask: Ask,
+        fault: Fault | None,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self._service = service
         self._recording = recording
         self._turn = recording.turn
+        self._api = api
         self._ask = ask
         self._fault = fault
         self._pace = service.pace
         self._receive = receive
-        self._send = send
+        self._connection = send
+        self._send = FaultySend(send, fault) if fault is not None and fault.mode == "cut" else send
         self._started = time.monotonic()
+        self._tokens, self._finish = service.length(ask)
+        self._completions = service.completions(ask, self._tokens) if ask.answer is not None else []
 
     async def run(self, scope: Scope) -> None:
         """Returns when the answer is out or the client has left. The caller ends the record."""
         match self._fault:
             case Fault(mode="status", status=status, headers=headers):
-                kind = "server_error" if status >= 500 else "invalid_request_error"
-                body = wire.error_body("This fault was ordered.", kind=kind, code="injected_fault")
-                await self._service.reply(self._send, status, body, headers)
+                await self._refuse(ordered(status, headers))
                 return
             case Fault(mode="hang"):
                 await left_within(self._receive, None)
                 return
             case Fault(mode="slow") as fault:
                 self._pace = self._pace.slowed(fault.ttft_ms, fault.itl_ms)
-        if self._turn.path == EMBEDDINGS_PATH:
-            await self._embed()
-        else:
-            await self._generate(scope)
-
-    async def _embed(self) -> None:
-        ask, engine = self._ask, self._service.engine
-        vectors = [engine.embedding(text, ask.dimensions) for text in ask.inputs]
-        body = wire.embedding_answer(ask.model, vectors, as_base64=ask.base64, prompt_tokens=self._turn.prompt_tokens)
-        if await self._answer(body, self._pace.ttft):
-            self._recording.complete()
-
-    async def _generate(self, scope: Scope) -> None:
-        ask, turn, service = self._ask, self._turn, self._service
-        shape = wire.CHAT if turn.path == CHAT_PATH else wire.COMPLETION
-        tokens = service.settings.tokens if ask.max_tokens is None else ask.max_tokens
-        finish = "stop" if ask.max_tokens is None else "length"
-        usage = Usage(prompt_tokens=turn.prompt_tokens, cached_tokens=turn.cached_tokens, completion_tokens=tokens)
-        completion = service.engine.completion(ask.prompt, ask.seed, tokens)
+        ask, service = self._ask, self._service
+        if ask.compute is not None:
+            if await self._due(self._pace.ttft):
+                await service.reply(self._send, 200, ask.compute(service.engine))
+                self._complete()
+            return
+        assert ask.answer is not None
+        answer = ask.answer(service.new_id())
+        if ask.background:
+            assert isinstance(answer, ResponseAnswer)
+            await self._queue(scope, answer)
+            return
         try:
             if ask.stream:
-                answer = wire.StreamedAnswer(shape, service.new_id(), ask.model, include_usage=ask.include_usage)
-                events = self._events(completion, answer, answer.end(finish, usage))
-                headers = {NAME_HEADER: service.settings.name}
-                await EventSourceResponse(events, headers=headers, sep="\n", ping=0)(scope, self._receive, self._send)
+                await self._stream(scope, self._events(answer))
             else:
-                body = wire.whole_answer(shape, service.new_id(), ask.model, completion.text(), finish, usage)
-                if await self._answer(body, self._pace.total(tokens)):
-                    turn.completion_tokens = tokens
-                    self._complete(completion)
+                await self._generate_whole(answer)
         finally:
-            if turn.end is None and (turn.completion_tokens or time.monotonic() - self._started >= self._pace.ttft):
-                self._remember(completion)
+            if self._turn.end is None:
+                answer.left()
+                if self._turn.completion_tokens or time.monotonic() - self._started >= self._pace.ttft:
+                    self._remember()
 
-    async def _events(self, completion: Completion, answer: wire.StreamedAnswer, end: bytes) -> AsyncIterator[bytes]:
+    async def _generate_whole(self, answer: Answer) -> None:
+        if not await self._due(self._pace.total(self._tokens)):
+            return
+        if self._fails_after is not None:
+            error = ordered(500)
+            answer.failed(error)
+            await self._refuse(error)
+            return
+        self._turn.completion_tokens = self._tokens * self._ask.choices
+        body = answer.whole([each.text() for each in self._completions], self._finish, self._usage())
+        await self._service.reply(self._send, 200, body)
+        self._complete()
+
+    async def _stream(self, scope: Scope, events: AsyncIterator[bytes]) -> None:
+        """sse-starlette begins and ends the response and watches for the client's leaving."""
+        headers = {NAME_HEADER: self._service.settings.name}
+        await EventSourceResponse(events, headers=headers, sep="\n", ping=0)(scope, self._receive, self._send)
+
+    async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
         """The stream's events, each when it is due; a late one does not delay the next.
 
-        sse-starlette begins and ends the response and watches for the client's leaving. The tokens between go straight
-        to the server: yielding each takes a cancel scope, and a token then costs 71 µs of CPU instead of 49.
+        The tokens between the first and the last go straight to the server: yielding each to sse-starlette takes a
+        cancel scope, and a token then costs 71 µs of CPU instead of 49.
         """
-        turn, fault = self._turn, self._fault
-        first, itl = self._started + self._pace.ttft, self._pace.itl
-        head, tail = answer.head, answer.tail
-        last = completion.tokens - 1
-        send, metronome = self._send, self._service.metronome
-        stop = min(fault.after_tokens, last) if fault is not None and fault.mode == "reset" else None
-        for place, piece in enumerate(completion.pieces()):
-            await metronome.until(first + place * itl)
-            if place == stop:
-                await self._reset()
+        fault, send, receive = self._fault, self._send, self._receive
+        reset = min(fault.after_tokens, self._last) if fault is not None and fault.mode == "reset" else -1
+        place = 0
+        async for events in self._paced(answer):
+            if place == reset:
+                reset_connection(self._connection)
+                await left_within(receive, None)
                 return
-            event = head + piece + tail
-            if place == 0:
-                event = answer.begin + event
-            if place < last:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            if place < self._last:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
             else:
-                yield event + end
-            turn.completion_tokens = place + 1
+                yield events
+            place += 1
         # The last event was sent just now; it was dropped if the client had left by then.
-        if not left_now(self._receive):
-            self._complete(completion)
+        if left_now(receive):
+            return
+        if fault is not None:
+            await asyncio.sleep(fault.end_ms / 1000)  # the client's leaving ends it
+        self._complete()
 
-    async def _answer(self, body: bytes, seconds: float) -> bool:
-        """Give the answer in one piece, `seconds` after the start. True if it was handed to the transport."""
+    async def _paced(self, answer: Answer) -> AsyncIterator[bytes]:
+        """What is said at each step, when it is due: a token per choice, with what goes before the first and after the
+        last. A step is counted when the next one is asked for."""
+        turn, metronome, choices, fails = self._turn, self._service.metronome, self._ask.choices, self._fails_after
+        first, itl = self._started + self._pace.ttft, self._pace.itl
+        for place, pieces in enumerate(zip(*(each.pieces() for each in self._completions), strict=True)):
+            await metronome.until(first + place * itl)
+            if place == fails:
+                break
+            events = answer.token(pieces)
+            if place == 0:
+                events = answer.begin(self._usage(0)) + events
+            if place == self._last:
+                events += answer.end([each.text() for each in self._completions], self._finish, self._usage())
+            yield events
+            turn.completion_tokens = (place + 1) * choices
+        if fails is not None:
+            begin = b"" if turn.completion_tokens else answer.begin(self._usage(0))
+            yield begin + answer.failed(ordered(500))
+
+    async def _queue(self, scope: Scope, answer: ResponseAnswer) -> None:
+        """Answer at once, or with the events as they come; the work goes on without the client."""
+        if self._fault is not None and self._fault.mode == "reset":
+            reset_connection(self._connection)
+            return
+        self._recording.detach()
+        work = asyncio.create_task(self._work(answer))
+        work.add_done_callback(lambda _: self._recording.abort())
+        answer.kept.work = work
+        if self._ask.stream:
+            await self._stream(scope, answer.kept.follow(0))
+        else:
+            await self._service.reply(self._send, 200, answer.queued())
+
+    async def _work(self, answer: ResponseAnswer) -> None:
+        try:
+            async for events in self._paced(answer):
+                answer.kept.append(events)
+            self._complete()
+        finally:
+            if self._turn.end is None:
+                self._remember()
+
+    async def _due(self, seconds: float) -> bool:
+        """Wait until an answer in one piece is due, `seconds` after the start. True if it is to be given then."""
         if await left_within(self._receive, self._started + seconds - time.monotonic()):
             return False
         if self._fault is not None and self._fault.mode == "reset":
-            await self._reset()
+            reset_connection(self._connection)
+            await left_within(self._receive, None)
             return False
-        await self._service.reply(self._send, 200, body)
         return True
 
-    def _complete(self, completion: Completion) -> None:
+    async def _refuse(self, error: RequestError) -> None:
+        await self._service.reply(self._send, error.status, self._api.error(error), error.headers)
+
+    def _usage(self, tokens: int | None = None) -> Usage:
+        """With so many tokens of each choice, all by default."""
+        tokens = self._tokens if tokens is None else tokens
+        return Usage(self._turn.prompt_tokens, self._turn.cached_tokens, tokens * self._ask.choices)
+
+    @property
+    def _fails_after(self) -> int | None:
+        """After how many tokens the answer is ordered to fail."""
+        fault = self._fault
+        return min(fault.after_tokens, self._tokens) if fault is not None and fault.mode == "fail" else None
+
+    @property
+    def _last(self) -> int:
+        """The last step's place."""
+        fails = self._fails_after
+        return self._tokens - 1 if fails is None else fails
+
+    def _complete(self) -> None:
         # In one step with the last write, so that whoever has read the answer finds it recorded and cached.
-        self._remember(completion)
-        self._recording.complete()
+        if self._fault is None or self._fault.mode not in ("cut", "fail"):
+            self._remember()
+            self._recording.complete()
 
-    def _remember(self, completion: Completion) -> None:
+    def _remember(self) -> None:
         turn = self._turn
-        if turn.session is not None:
-            held = self._ask.prompt + completion.text(turn.completion_tokens).encode()
-            self._service.cache.remember(turn.session, turn.model, turn.rank, held)
+        session = turn.session or self._ask.kept_as
+        if session is not None:
+            said = turn.completion_tokens // self._ask.choices
+            for completion in self._completions:
+                held = self._ask.prompt + completion.text(said).encode()
+                self._service.cache.remember(session, turn.model, turn.rank, held)
 
-    async def _reset(self) -> None:
-        reset_connection(self._send)
-        await left_within(self._receive, None)
+
+def ordered(status: int, headers: Mapping[str, str] = _NO_HEADERS) -> RequestError:
+    """The error of an injected fault."""
+    return RequestError(status, "This fault was ordered.", code="injected_fault", headers=headers)
+
+
+def read_headers(scope: Scope) -> dict[str, str]:
+    """Of several with one name, the last."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def read_body(receive: Receive) -> bytes:
@@ -272,18 +408,3 @@ async def read_body(receive: Receive) -> bytes:
         pieces.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(pieces)
-
-
-def reset_connection(send: Send) -> None:
-    """Close the client's connection at once and with a TCP RST, as a crashing worker does.
-
-    ASGI has no way to do that, hence the look into uvicorn's `send`. What was written in this round of the event loop
-    may be lost. Raises RuntimeError on another server, which breaks the connection too.
-    """
-    transport = getattr(getattr(send, "__self__", None), "transport", None)
-    if transport is None:
-        raise RuntimeError("a connection can only be reset under uvicorn")
-    connection = transport.get_extra_info("socket")
-    if connection is not None and not transport.is_closing():
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    transport.abort()

@@ -240,7 +240,7 @@ def test_text_depends_on_the_seed_and_the_prompt_only(worker: Worker) -> None:
         ("POST", "/v1/chat/completions", {"model": "mock-model"}, 400, None, "messages"),
         ("POST", "/v1/chat/completions", {**CHAT, "messages": []}, 400, None, "messages"),
         ("POST", "/v1/chat/completions", {**CHAT, "messages": [{"content": "x"}]}, 400, None, None),
-        ("POST", "/v1/chat/completions", {**CHAT, "n": 2}, 400, None, "n"),
+        ("POST", "/v1/chat/completions", {**CHAT, "n": 0}, 400, None, "n"),
         ("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 0}, 400, None, "max_tokens"),
         ("POST", "/v1/completions", {"model": "mock-model"}, 400, None, "prompt"),
         ("POST", "/v1/completions", {"model": "mock-model", "prompt": ["a", "b"]}, 400, None, "prompt"),
@@ -250,7 +250,8 @@ def test_text_depends_on_the_seed_and_the_prompt_only(worker: Worker) -> None:
         ("POST", "/mock/faults", {"mode": "hang", "tims": 2}, 400, None, None),
         ("GET", "/v1/chat/completions", "", 405, None, None),
         ("PUT", "/health", "", 405, None, None),
-        ("POST", "/v1/responses", {}, 404, None, None),
+        ("POST", "/v1/responses", {}, 400, None, "model"),
+        ("POST", "/v1/nothing", {}, 404, None, None),
     ],
 )
 def test_errors_have_openais_shape(
@@ -373,6 +374,7 @@ def test_a_turn_is_recorded_when_its_answer_has_been_read(worker: Worker) -> Non
     assert turn.pop("prompt_tokens") > 5
     assert turn == {
         "session": "rec",
+        "named_by": "x-dynamo-session-id",
         "rank": 1,
         "model": "mock-model",
         "stream": True,
@@ -380,7 +382,10 @@ def test_a_turn_is_recorded_when_its_answer_has_been_read(worker: Worker) -> Non
         "cached_tokens": 0,
         "completion_tokens": 3,
         "request_id": "r-1",
+        "method": "POST",
         "path": "/v1/chat/completions",
+        "authorization": None,
+        "api_key": None,
         "fault": None,
     }
 

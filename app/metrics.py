@@ -25,6 +25,7 @@ TurnOutcome = Literal[
 TURN_OUTCOMES: tuple[TurnOutcome, ...] = get_args(TurnOutcome)
 CLOSE_OUTCOMES = ("closed", "gone", "superseded", "expired")
 CONNECT_OUTCOMES = ("ok", "failed")
+KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown", "gone")
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
 RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died")
 STORE_CALLS = ("get", "create", "close", "renew")
@@ -131,6 +132,11 @@ class Metrics(Collector):
             "coatcheck_parent_placements",
             "First turns of child sessions, by whether they followed.",
             {"outcome": PARENT_OUTCOMES},
+        )
+        self.kept = Counter(
+            "coatcheck_kept_ids",
+            "Ids of what workers keep: noted from answers, and followed by requests.",
+            {"outcome": KEPT_OUTCOMES},
         )
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS

@@ -76,20 +76,20 @@ class Client:
 async def clients(rooms: Rooms, *, workers: int = 3, **settings: Any) -> AsyncIterator[Client]:
     """A room in front of mock workers m0, m1 ..., which take turns."""
     stops: dict[str, asyncio.Event] = {}
-    spoken = []
-    async with asyncio.TaskGroup() as group:
-        for number in range(workers):
-            name, listener = f"m{number}", cli.listen("127.0.0.1", 0)
-            mock = create_mock(MockSettings(name=name, ttft_ms=1, itl_ms=1))
-            stops[name] = asyncio.Event()
-            group.create_task(cli.serve([(mock, listener)], stops[name]))
-            spoken.append(f"http://127.0.0.1:{listener.getsockname()[1]},name={name}")
-        try:
-            async with rooms.open(workers=0, worker=tuple(spoken), policy="round-robin", **settings) as room:
-                yield Client(room, stops)
-        finally:
-            for stop in stops.values():
-                stop.set()
+    spoken, tasks = [], []
+    for number in range(workers):
+        name, listener = f"m{number}", cli.listen("127.0.0.1", 0)
+        mock = create_mock(MockSettings(name=name, ttft_ms=1, itl_ms=1))
+        stops[name] = asyncio.Event()
+        tasks.append(asyncio.create_task(cli.serve([(mock, listener)], stops[name])))
+        spoken.append(f"http://127.0.0.1:{listener.getsockname()[1]},name={name}")
+    try:
+        async with rooms.open(workers=0, worker=tuple(spoken), policy="round-robin", **settings) as room:
+            yield Client(room, stops)
+    finally:
+        for stop in stops.values():
+            stop.set()
+        await asyncio.wait(tasks, timeout=5)
 
 
 def sse(turn: Turn) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ async def responses(client: Client) -> None:
 async def streamed_responses(client: Client) -> None:
     made = await client.respond(stream=True)
     own = sse(made)[0]["response"]["id"]
-    assert sse(made)[-1]["type"] == "response.completed"
+    assert sse(made)[-1]["type"] == "response.incomplete"  # by its limit of tokens
     for _ in range(4):
         assert (await client.ok("GET", f"/v1/responses/{own}")).worker == made.worker
     then = await client.respond(stream=True, previous_response_id=own)
@@ -125,7 +125,7 @@ async def background_responses(client: Client) -> None:
         path = f"/v1/responses/{sse(made)[0]['response']['id'] if stream else made.json['id']}"
         assert (await client.ok("GET", path)).worker == made.worker
         resumed = await client.ok("GET", path, query=b"stream=true&starting_after=2")
-        assert [event["sequence_number"] for event in sse(resumed)][0] == 3
+        assert min(event["sequence_number"] for event in sse(resumed)) > 2
         assert (await client.ok("POST", f"{path}/cancel")).worker == made.worker
 
 

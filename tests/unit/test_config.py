@@ -24,6 +24,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "worker": ("http://a:1 http://b:2,name=b", ("http://a:1", "http://b:2,name=b")),
     "policy": ("round-robin", "round-robin"),
     "session_ttl": ("90.5", 90.5),
+    "kept_ttl": ("86400", 86400.0),
     "max_stale": ("10", 10.0),
     "claim_cache": ("7", 7),
     "on_store_outage": ("refuse", "refuse"),

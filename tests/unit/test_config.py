@@ -79,6 +79,7 @@ BAD = [
     ("policy", "random", "least-loaded"),
     ("session_ttl", "0", "number from 1 to 31536000"),
     ("session_ttl", "nan", "number from 1 to 31536000"),
+    ("kept_ttl", "-1", "number from 0 to 31536000"),
     ("max_stale", "0", "above 0 and at most 3600"),
     ("claim_cache", "0", "1 or more"),
     ("on_store_outage", "panic", "degrade, refuse"),

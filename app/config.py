@@ -290,6 +290,9 @@ class Store(_Group, title="claims"):
     """Where claims live: memory://, file:///dir or etcd://host:2379[,host:2379]/prefix."""
     session_ttl: float = Field(1800.0, ge=1, le=31_536_000)
     """Seconds that a claim outlives the end of its session's last turn."""
+    kept_ttl: float = Field(0.0, ge=0, le=31_536_000)
+    """Seconds after the last use in which a stored response, file, batch or conversation is found by its id; 0: as
+    session-ttl."""
     session_secret: Annotated[Secret, _usable(_check_secret)] = SecretStr("")
     """Keys the hash of session ids in the store; the same on every replica, at most 64 bytes."""
     session_secret_file: Annotated[Path | None, _usable(_check_secret_file, "name a file with the secret")] = None
@@ -382,6 +385,9 @@ class Settings(_Group):
         if store.store_deadline >= store.session_ttl:
             why = "a claim would expire while it is being made; the deadline must be below the TTL"
             raise RelationError("store_deadline", "session_ttl", why)
+        if 0 < store.kept_ttl <= store.store_deadline:
+            why = "a claim would expire while it is being made; the deadline must be below the TTL, or that 0"
+            raise RelationError("store_deadline", "kept_ttl", why)
         if 0 < limits.turn_timeout <= limits.connect_timeout:
             why = "a turn would end before its connection may fail; make the turn's limit the larger one, or 0"
             raise RelationError("turn_timeout", "connect_timeout", why)

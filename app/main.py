@@ -137,6 +137,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 metrics,
                 replica=settings.store.replica,
                 ttl=settings.store.session_ttl,
+                kept_ttl=settings.store.kept_ttl,
                 max_stale=settings.store.max_stale,
                 capacity=settings.store.claim_cache,
                 refuse_on_outage=settings.store.on_store_outage == "refuse",

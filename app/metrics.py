@@ -27,6 +27,7 @@ BodyUnread = Literal["compressed", "large", "malformed"]
 BODIES_UNREAD: tuple[BodyUnread, ...] = get_args(BodyUnread)
 CLOSE_OUTCOMES = ("closed", "gone", "superseded", "expired")
 CONNECT_OUTCOMES = ("ok", "failed")
+KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown", "gone")
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
@@ -162,6 +163,11 @@ class Metrics(Collector):
             "coatcheck_parent_placements",
             "First turns of child sessions, by whether they followed.",
             {"outcome": PARENT_OUTCOMES},
+        )
+        self.kept = Counter(
+            "coatcheck_kept_ids",
+            "Ids of what workers keep: noted from answers, and followed by requests.",
+            {"outcome": KEPT_OUTCOMES},
         )
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS

@@ -8,6 +8,7 @@ each leave at any time, and when it fails the next one tries by itself.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -35,6 +36,7 @@ _MOVES_WINDOW = 30.0
 """A session is moved at most so often within so many seconds by one replica: two that see the fleet differently must
 not fight over it."""
 _MOVES_REMEMBERED = 10_000
+_KEEP_TRIES = 3
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
 """With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
 
@@ -51,9 +53,12 @@ class Placement(msgspec.Struct, frozen=True):
     """The key of the session whose prefix this one shares."""
     refusal: TurnError | None = None
     """Only a claim that stands will do, else this is raised."""
+    kept: bool = False
+    """It is no session but something that a worker keeps, which nobody can move."""
 
 
 ANYWHERE = Placement()
+_WHERE_KEPT = Placement(kept=True)
 
 
 class Binding:
@@ -158,6 +163,11 @@ class Binding:
         if self._final and self._entry is not None and _ends(status):
             self._entry.closing = True
 
+    def end(self) -> None:
+        """End the session with its last turn here."""
+        if self._entry is not None:
+            self._entry.closing = True
+
     @property
     def holds_end(self) -> bool:
         """The end of the answer must wait for `close`: the session is ending and this is its last turn here."""
@@ -248,10 +258,29 @@ class _Resolver:
             else:
                 target = await self._place(placement)
             with target.reserve():
-                outcome = await claims.create(key, target, 0)
+                outcome = await claims.create(key, target, 0, kept=placement.kept)
             return await self._adopt(outcome.claim, "created" if outcome.created else "stored", placement, snapshot)
         except StoreError:
             return self._without_store(key, known, placement)
+
+    async def keep(self, key: str, target: Target) -> tuple[Entry, str]:
+        """Have what `target` has just made claimed there: a claim that says another target is of something that is no
+        more. Known here in any case, and claimed when the store is back. `how`: created or degraded."""
+        claims, entries = self._claims, self._entries
+        known = entries.find(key)
+        if known is None or known.target is not target:
+            known = Entry(key, target)
+            known.kept = True
+            entries.install(known)
+        if claims.state is StoreState.UP:
+            with contextlib.suppress(StoreError):
+                for generation in range(_KEEP_TRIES):
+                    snapshot = entries.snapshot(key)
+                    claim = (await claims.create(key, target, generation, kept=True)).claim
+                    if (claim.value.worker, claim.value.rank) == (target.worker.name, target.rank):
+                        return entries.note(claim, target, snapshot, kept=True), "created"
+                    await claims.close(claim)
+        return known, "degraded"
 
     async def move(
         self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement
@@ -286,7 +315,9 @@ class _Resolver:
         name = claim.value.worker
         target = self._fleet.find(name, claim.value.rank)
         if target is not None:
-            return self._entries.note(claim, target, snapshot), how
+            return self._entries.note(claim, target, snapshot, kept=placement.kept), how
+        if placement.kept:
+            raise TurnError("gone", "the worker that kept it is gone")
         # The worker may be here without that rank: then it is not lost.
         lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
         return await self.move(claim.key, claim, lost, placement)
@@ -365,6 +396,7 @@ class Affinity:
         *,
         replica: str,
         ttl: float,
+        kept_ttl: float = 0.0,
         max_stale: float = 60.0,
         capacity: int = 100_000,
         refuse_on_outage: bool = False,
@@ -373,13 +405,18 @@ class Affinity:
         log_share: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ttl`, `max_stale`, `close_limit` in seconds; `capacity` in entries; `clock` must be the store's. A child
-        session follows its parent unless that target has over `parent_slack` turns more than the least loaded one.
-        `log_share` of the sessions (0 to 1; by their hash, so the same on every replica) have each decision logged."""
+        """`ttl`, `kept_ttl` (of what workers keep; 0: as `ttl`), `max_stale`, `close_limit` in seconds; `capacity` in
+        entries; `clock` must be the store's. A child session follows its parent unless that target has over
+        `parent_slack` turns more than the least loaded one. `log_share` of the sessions (0 to 1; by their hash, so the
+        same on every replica) have each decision logged."""
         self._store, self._fleet, self._metrics, self._clock = store, fleet, metrics, clock
         self._log_below = int(log_share * 0x10000)
+        self._close_limit = close_limit
+        kept_ttl = kept_ttl or ttl
         self._tasks = tasks = Tasks()
-        self._entries = entries = Entries(store.stamp, ttl=ttl, max_stale=max_stale, capacity=capacity, clock=clock)
+        self._entries = entries = Entries(
+            store.stamp, ttl=ttl, kept_ttl=kept_ttl, max_stale=max_stale, capacity=capacity, clock=clock
+        )
         self.census, self.page = entries.census, entries.page
         self._claims = claims = Claims(
             store,
@@ -387,6 +424,7 @@ class Affinity:
             tasks,
             replica=replica,
             ttl=ttl,
+            kept_ttl=kept_ttl,
             clock=clock,
             meanwhile="refused" if refuse_on_outage else "placed by hash until it returns",
             returned=self._reconcile,
@@ -435,6 +473,24 @@ class Affinity:
     def session(self, key: str, *, final: bool) -> Binding:
         """A turn's hold on the session. Nothing is bound or claimed yet."""
         return Binding(self, key, final)
+
+    async def keep(self, key: str, target: Target) -> str:
+        """Have what `target` keeps found by everybody from now on. Returns how that went: kept, or alone (by this
+        replica, until the store can be told), after `close_limit` at the latest."""
+        entry = self._entries.find(key)
+        if entry is not None and entry.target is target and self._entries.proven(entry, self._clock()):
+            return "kept"
+        task = self._tasks.spawn(self._keep(key, target))
+        await asyncio.wait({task}, timeout=self._close_limit)
+        entry = self._entries.find(key)
+        return "kept" if task.done() and entry is not None and entry.claim is not None else "alone"
+
+    async def _keep(self, key: str, target: Target) -> None:
+        resolve = functools.partial(self._resolver.keep, key, target)
+        while True:
+            with contextlib.suppress(TurnError):  # of another turn that looked for it just before it was
+                await self._agreed(key, resolve, lambda _: None)
+                return
 
     async def choose(self, placement: Placement) -> tuple[Target, str]:
         """Where a session without a claim would be placed now, and why: hint, parent or policy. Only looks.
@@ -516,7 +572,7 @@ class Affinity:
         if self.state is StoreState.UP and entry is not None and entry.claim is None:
             binding = self.session(key, final=False)
             with contextlib.suppress(TurnError):
-                await binding.bind(ANYWHERE)
+                await binding.bind(_WHERE_KEPT if entry.kept else ANYWHERE)
             binding.release()
 
 

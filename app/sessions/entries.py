@@ -31,7 +31,8 @@ class View(msgspec.Struct, frozen=True):
 class Entry:
     """One session on this replica. Its turns are counted by `Entries`."""
 
-    __slots__ = ("active", "claim", "closing", "good_until", "key", "proof", "renew_at", "renewing", "stamp", "target")
+    __slots__ = ("active", "claim", "closing", "good_until", "kept", "key", "proof", "renew_at", "renewing", "stamp",
+                 "target")  # fmt: skip
 
     def __init__(self, key: str, target: Target) -> None:
         self.key, self.target = key, target
@@ -48,6 +49,8 @@ class Entry:
         self.good_until = self.renew_at = 0.0
         """When it must be read again whatever the watch says, at the latest when it may have expired; when renewed."""
         self.renewing = False
+        self.kept = False
+        """It is no session but something that a worker keeps."""
 
     def unprove(self) -> None:
         """The next turn reads what stands there, and until then nothing is renewed."""
@@ -74,11 +77,18 @@ class Entries:
     most `max_stale`, and until the claim may have expired; otherwise the claim is read before the entry is used."""
 
     def __init__(
-        self, stamp: Callable[[str], int], *, ttl: float, max_stale: float, capacity: int, clock: Callable[[], float]
+        self,
+        stamp: Callable[[str], int],
+        *,
+        ttl: float,
+        kept_ttl: float,
+        max_stale: float,
+        capacity: int,
+        clock: Callable[[], float],
     ) -> None:
-        """`ttl` and `max_stale` in seconds; `stamp` and `clock` are the store's."""
+        """`ttl`, `kept_ttl` (of what is `kept`) and `max_stale` in seconds; `stamp` and `clock` are the store's."""
         self._stamp, self._clock = stamp, clock
-        self._ttl, self._max_stale, self._capacity = ttl, max_stale, capacity
+        self._ttl, self._kept_ttl, self._max_stale, self._capacity = ttl, kept_ttl, max_stale, capacity
         self._table: OrderedDict[str, Entry] = OrderedDict()
         """The longest unused first. One that was replaced or closed lives on in the turns that hold it."""
         self.active: dict[str, Entry] = {}
@@ -156,11 +166,12 @@ class Entries:
         snapshot = self._reads[key] = Snapshot(self._proof, self._stamp(key))
         return snapshot
 
-    def note(self, claim: Claim, target: Target, snapshot: Snapshot) -> Entry:
+    def note(self, claim: Claim, target: Target, snapshot: Snapshot, *, kept: bool = False) -> Entry:
         """Note a claim that was just read: its session is at `target`."""
         entry = self.find(claim.key)
         if entry is None or not entry.continues(claim, target):
             entry = Entry(claim.key, target)
+            entry.kept = kept
             self.install(entry)
         self.refresh(entry, claim)
         gone = any(event.before is None or event.before > claim.revision for event in snapshot.deleted)
@@ -174,7 +185,7 @@ class Entries:
         entry.renew_at = 0.0
         if claim.expires_at:
             entry.good_until = min(entry.good_until, claim.expires_at)
-            entry.renew_at = claim.expires_at - self._ttl
+            entry.renew_at = claim.expires_at - (self._kept_ttl if entry.kept else self._ttl)
 
     def watched(self, stands: bool) -> None:
         """A stretch of the watch's continuity begins or ends; what was read before is not proven any more."""

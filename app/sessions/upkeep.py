@@ -79,6 +79,7 @@ class Claims:
         *,
         replica: str,
         ttl: float,
+        kept_ttl: float,
         clock: Callable[[], float],
         meanwhile: str,
         returned: Callable[[], Awaitable[None]],
@@ -87,7 +88,7 @@ class Claims:
         is back."""
         self._store, self._metrics, self._tasks = store, metrics, tasks
         self._replica, self._meanwhile, self._returned = replica, meanwhile, returned
-        self.ttl, self.clock = ttl, clock
+        self.ttl, self._kept_ttl, self.clock = ttl, kept_ttl, clock
         self.state = StoreState.UP
         self._up = asyncio.Event()
         """Set exactly while the state is UP."""
@@ -96,7 +97,9 @@ class Claims:
     async def get(self, key: str) -> Claim | None:
         return await self._call("get", lambda: self._store.get(key))
 
-    async def create(self, key: str, target: Target, generation: int) -> ClaimOutcome:
+    async def create(self, key: str, target: Target, generation: int, *, kept: bool = False) -> ClaimOutcome:
+        """`kept`: of something that a worker keeps, as for `renew`."""
+        ttl = self._kept_ttl if kept else self.ttl
         # One proposal, so one nonce, for every try: a create whose reply was lost is recognised as our own.
         value = ClaimValue(
             worker=target.worker.name,
@@ -105,10 +108,11 @@ class Claims:
             generation=generation,
             created_at=int(time.time()),
         )
-        return await self._call("create", lambda: self._store.create_or_get(key, value, self.ttl), _TRIES)
+        return await self._call("create", lambda: self._store.create_or_get(key, value, ttl), _TRIES)
 
-    async def renew(self, claim: Claim) -> Claim:
-        return await self._call("renew", lambda: self._store.renew(claim, self.ttl))
+    async def renew(self, claim: Claim, *, kept: bool = False) -> Claim:
+        ttl = self._kept_ttl if kept else self.ttl
+        return await self._call("renew", lambda: self._store.renew(claim, ttl))
 
     async def close(self, claim: Claim, tries: int = _TRIES) -> CloseOutcome:
         return await self._call("close", lambda: self._store.close(claim), tries)
@@ -299,7 +303,7 @@ class Renewer:
         """`last`: not to be tried again at the store's next return (a store that is away for renewals alone returns
         at once)."""
         try:
-            renewed = await self._claims.renew(claim)
+            renewed = await self._claims.renew(claim, kept=entry.kept)
         except ClaimLost:
             if entry.claim is claim:
                 entry.unprove()

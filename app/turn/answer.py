@@ -10,6 +10,7 @@ from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, WorkerConnection
 from app.metrics import Histogram
 from app.sessions.affinity import Binding
+from app.turn.kept import Keeper
 from app.turn.presence import Presence
 
 
@@ -19,7 +20,8 @@ class Answer:
 
     Invariant: the turn waits at `_done` for the end of the body, its failure, or the end being held (`_held`), and
     never for the client: what that has not taken waits in its connection. While `_held` is set, whatever comes goes
-    there: nothing overtakes an end that waits for the session's close.
+    there: nothing overtakes an end that waits for the session's close, nor a beginning that waits for its ids to be
+    claimed, which it does while there is a `_keeper`.
     """
 
     # Defaults in the class: most answers never set most of these.
@@ -33,6 +35,7 @@ class Answer:
     _written_end = False
     _held: list[bytes] | None = None
     _held_end = False
+    _keeper: Keeper | None = None
     _marker: sse.EndDetector | None = None
     _trail: sse.Trail | None = None
     """What went by last of an event stream that is more than one piece."""
@@ -44,13 +47,16 @@ class Answer:
 
     @property
     def waits_for_worker(self) -> bool:
-        return not self.stalled and self._held is None
+        return not self.stalled and (self._held is None or self._keeper is not None)
 
     # -- the turn's side
 
-    def relay(self, connection: WorkerConnection, binding: Binding | None) -> bool:
-        """Begin to pass the worker's body on. Returns whether all of it has gone by already; else await `ended`."""
+    def relay(self, connection: WorkerConnection, binding: Binding | None, keeper: Keeper | None = None) -> bool:
+        """Begin to pass the worker's body on. Returns whether all of it has gone by already; else await `ended`.
+        `keeper`: reads the beginning before the client does."""
         self._connection, self._binding = connection, binding
+        if keeper is not None:
+            self._keeper, self._held = keeper, []
         connection.relay(self)
         if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
             self._exchange.flush()
@@ -60,11 +66,18 @@ class Answer:
         """The body has ended, or its `failure` has come."""
         await self._done
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
-            assert self._binding is not None
-            await self._presence.in_any_case(self._binding.close())
+            keeper, self._keeper = self._keeper, None
+            if keeper is not None:
+                await self._presence.in_any_case(keeper.keep())
+            else:
+                assert self._binding is not None
+                await self._presence.in_any_case(self._binding.close())
             self._done = Wake()
             held, self._held = self._held, None
-            self._push(b"".join(held), self._held_end)
+            if keeper is None:
+                self._push(b"".join(held), self._held_end)
+            elif held:
+                self.on_data(b"".join(held), self._held_end)  # which may be an end to be held
             if self.failure is not None:
                 self._done.set()
             await self._done
@@ -116,6 +129,8 @@ class Answer:
         if self._held is not None:
             self._held.append(data)
             self._held_end = end
+            if self._keeper is not None and self._keeper.has_seen(self._held, end):
+                self._done.set()
             return
         binding = self._binding
         if binding is not None and binding.holds_end and self._hold(data, end):

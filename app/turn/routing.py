@@ -14,6 +14,7 @@ from app.sessions.affinity import Affinity, Binding, Placement
 from app.sessions.identity import KeyHasher, read_hints
 from app.sessions.tenants import Admins
 from app.turn.fields import BodyHints
+from app.turn.kept import Kept, use_of
 from app.turn.request import Request
 
 _encode_json = msgspec.json.Encoder().encode
@@ -52,7 +53,7 @@ class Decision(msgspec.Struct, frozen=True):
     how: str
     """One of AFFINITY_OUTCOMES: how the turn came there."""
     because: str
-    """What decided: hint, parent, policy, overload, or where the session is known from (`View.source`)."""
+    """What decided: kept, hint, parent, policy, overload, or where the session is known from (`View.source`)."""
     overrides: bool = False
     """A claim goes before what the client asked for."""
 
@@ -84,6 +85,14 @@ class Routing:
             return None
         return self._affinity.session(self._hasher.key(request.tenant, *identity.session), final=identity.final)
 
+    def kept(self, request: Request, exchange: Exchange) -> Kept | None:
+        """The turn's part in what workers keep; None: it has none."""
+        use = use_of(exchange.method, exchange.raw_path)
+        if use is None:
+            return None
+        body = b"" if request.more else request.body
+        return Kept(use, body, request.tenant, self._affinity, self._hasher, self._metrics)
+
     def hint(self, request: Request, exchange: Exchange) -> Hint | None:
         """What the client asks for; headers before the body's `nvext`, as Dynamo has it. Raises TurnError."""
         said, hints = read_hints(request.noted), request.fields.nvext or _NO_HINTS
@@ -109,8 +118,10 @@ class Routing:
             raise TurnError("unknown_worker", message, param=WORKER_HINT)
         return Hint(name, rank, targets)
 
-    def placement(self, request: Request, hint: Hint | None) -> Placement:
-        """How the request's session is to be placed where no claim stands."""
+    def placement(self, request: Request, hint: Hint | None, kept: Target | None = None) -> Placement:
+        """How the request's session is to be placed where no claim stands. `kept`: where what it names is kept."""
+        if kept is not None:
+            return Placement(candidates=(kept,))
         if hint is not None and hint.targets:
             return Placement(candidates=hint.targets)
         refusal = None
@@ -146,12 +157,16 @@ class Routing:
                 return Decision(least_loaded(free), "bypassed", "overload", overrides)
         return Decision(bound, how, because, overrides)
 
-    async def explain(self, request: Request, hint: Hint | None) -> bytes:
+    async def explain(self, request: Request, hint: Hint | None, kept: str | None = None) -> bytes:
         """The decision that the turn would get, as JSON, with the session's key and the revision of the claim that
-        stands. Nothing is claimed, renewed or counted. Raises TurnError."""
+        stands. Nothing is claimed, renewed or counted. `kept`: the key of what the turn names. Raises TurnError."""
         session = request.identity.session
-        key, claim = None, None
-        if session is None:
+        view = None if kept is None else await self._affinity.look_up(kept)
+        if kept is not None and view is not None and view.target is not None:
+            key, claim = kept, view.claim
+            decision = Decision(view.target, _HOW.get(view.source, "cached"), "kept")
+        elif session is None:
+            key, claim = None, None
             decision = self.without_session(hint)
         else:
             key = self._hasher.key(request.tenant, *session)

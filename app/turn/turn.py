@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
-from app.fleet.workers import Fleet
+from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
@@ -24,6 +24,7 @@ from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, Wor
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
 from app.sessions.affinity import Binding
 from app.turn.answer import Answer
+from app.turn.kept import Kept
 from app.turn.presence import Presence
 from app.turn.request import Reading, Request
 from app.turn.retry import Attempt, Next, Sent, after, connect, error_of, is_gone
@@ -99,6 +100,7 @@ class Turn:
 
     _binding: Binding | None = None
     _hint: Hint | None = None
+    _kept: Kept | None = None
     _decision: Decision | None = None
     _attempt: Attempt | None = None
     _answer: Answer | None = None
@@ -164,18 +166,26 @@ class Turn:
             shared.metrics.ids_ignored.inc(why)
         if request.may_hint:
             self._hint = shared.routing.hint(request, self._exchange)
+        self._kept = shared.routing.kept(request, self._exchange)
         self._presence.raise_if_gone()
 
     async def _route(self) -> None:
-        """Decide the target: the session's claim, else the client's hint, else the policy's choice."""
-        routing, binding = self._shared.routing, self._binding
-        if binding is None:
+        """Decide the target: where what it names is kept, else the session's claim, else the client's hint, else the
+        policy's choice."""
+        routing, binding, kept = self._shared.routing, self._binding, self._kept
+        maker: Target | None = None
+        if kept is not None:
+            await kept.find(self._presence)
+            maker = kept.target
+        if binding is not None and not binding.bind_cached():
+            await self._claim(binding.bind(routing.placement(self._request, self._hint, maker)))
+        if kept is not None and maker is not None:
+            self._go(Decision(maker, kept.how_beside(binding), "kept"))
+        elif binding is None:
             self._note_unnamed()
             self._go(routing.without_session(self._hint))
-            return
-        if not binding.bind_cached():
-            await self._claim(binding.bind(routing.placement(self._request, self._hint)))
-        self._go(routing.of_session(binding.target, binding.how, "memory", self._hint))
+        else:
+            self._go(routing.of_session(binding.target, binding.how, "memory", self._hint))
 
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
@@ -199,6 +209,9 @@ class Turn:
                         raise attempt.upload_fault from error
                     failure = error
                 else:
+                    if connection.response.status == 404 and self._asks_on(lost | {worker.name}):
+                        lost |= {worker.name}
+                        continue
                     await self._relay(connection)
                     break
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed))
@@ -234,7 +247,11 @@ class Turn:
         self._exchange.start(status, headers + self._own_headers())
         if status == 101:
             self._attempt.send_rest(self._request)
-        if not answer.relay(connection, binding):
+        keeper = None
+        if self._kept is not None:
+            self._kept.answered(status)
+            keeper = self._kept.keeper(status, headers, target)
+        if not answer.relay(connection, binding, keeper):
             await answer.ended()
         fault = self._attempt.upload_fault
         if answer.failure is not None and fault is not None and not isinstance(fault, TurnError):
@@ -263,7 +280,8 @@ class Turn:
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
         routing = self._shared.routing
-        body = await self._presence.unless_gone(routing.explain(self._request, self._hint))
+        kept = None if self._kept is None else self._kept.named
+        body = await self._presence.unless_gone(routing.explain(self._request, self._hint, kept))
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         self._say(200, [*headers, (b"x-request-id", self._request.id)], body)
@@ -272,6 +290,8 @@ class Turn:
         """Count it, and give the session back, whatever happened."""
         if self._binding is not None:
             self._binding.release()
+        if self._kept is not None:
+            self._kept.release()
         if self._presence.gone:
             self._outcome = "aborted"
         metrics = self._shared.metrics
@@ -303,9 +323,23 @@ class Turn:
                 log.warning("%s names no session here: session-from does not list it (told once)", name)
             metrics.headers_unread.inc(name)
 
+    def _asks_on(self, asked: frozenset[str]) -> bool:
+        """The worker knows nothing of what the turn names. Whether another one is to be asked, which is not known to
+        know nothing: then the turn goes there. Of a 404 nothing was done that could be done twice."""
+        kept, request = self._kept, self._request
+        if kept is None or not kept.asks or self._binding is not None or self._hint is not None or request.once:
+            return False
+        try:
+            self._go(self._shared.routing.without_session(None, asked))
+        except TurnError:
+            return False
+        return True
+
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
         """Find another target after every worker in `lost` could not be reached."""
-        routing, binding = self._shared.routing, self._binding
+        routing, binding, kept = self._shared.routing, self._binding, self._kept
+        if kept is not None and kept.target is not None:
+            raise kept.lost(failure)
         try:
             if binding is None:
                 self._go(routing.without_session(self._hint, lost))

@@ -80,6 +80,8 @@ class WorkerConnection(asyncio.Protocol):
     Waking the turn and pushing into its sink run the turn in place, which may end the exchange, and another one may
     begin here at once. So each of these calls is the last thing that its caller does.
 
+    Long because all that a socket's callbacks touch is here: reading is `Response`'s, the kernel's word `tcp`'s.
+
     What the worker's kernel has acknowledged tells whether the worker can have read a request: `_before` is what it has
     acknowledged when nothing of this exchange's request is, `_written` when all is that was written (without TLS).
     """

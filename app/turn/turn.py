@@ -96,7 +96,11 @@ class Turns:
 
 
 class Turn:
-    """One request. Told of the client by its connection; the worker's connection pushes into its answer."""
+    """One request. Told of the client by its connection; the worker's connection pushes into its answer.
+
+    Long on purpose: every step of a request stands here once, in its order. What a step knows is in the object that it
+    asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
+    """
 
     _binding: Binding | None = None
     _hint: Hint | None = None

@@ -210,7 +210,6 @@ async def test_a_chunked_body_above_the_limit_is_refused(replica: Replica) -> No
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
-        ("GET", "/", 404),
         ("GET", "/nowhere", 404),
         ("POST", "/v1", 404),
         ("POST", "/v1/nowhere", 404),

@@ -10,6 +10,7 @@ Nothing is read of other paths' requests and answers than those of `_PATH`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -68,8 +69,9 @@ class Use(msgspec.Struct, frozen=True):
     deletes: bool = False
 
 
+@functools.lru_cache(maxsize=1024)
 def use_of(method: bytes, path: bytes) -> Use | None:
-    """None: nothing, as for nearly all requests."""
+    """None: nothing, as for nearly all requests, which ask for a few paths: looking costs more than remembering."""
     found = _PATH(path)
     if found is None:
         return None

@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T")
 Write = Callable[[bytes], None]
 
 
@@ -51,7 +50,7 @@ class Wake:
 
 class Driven:
     """A coroutine run step by step. `returned` gets what it returns, or None when it was cancelled, `failed` what it
-    raises. It may await wakes, and nothing else: no future (`settled` does that) and nothing that asks for the current
+    raises. It may await wakes, and nothing else: no future (whose callback can set a wake) and nothing that asks for the current
     task, as `asyncio.timeout` does. That belongs into a task of its own."""
 
     __slots__ = ("_coroutine", "_failed", "_returned", "_wake")
@@ -100,18 +99,10 @@ class Driven:
             self._failed(fault)
         else:
             if type(wake) is not Wake:
-                self._step(TypeError(f"{wake!r} cannot be awaited in place; settled() can"))
+                self._step(TypeError(f"{wake!r} cannot be awaited in place, only a Wake"))
                 return
             self._wake = wake
             wake._waiter = self
-
-
-async def settled(future: asyncio.Future[T]) -> T:
-    """Await a future, or a task, in place; it is left alone when the one who waits is cancelled."""
-    done = Wake()
-    future.add_done_callback(lambda _: done.set())
-    await done
-    return future.result()
 
 
 def direct_write(transport: asyncio.Transport) -> Write:

@@ -50,8 +50,8 @@ class Wake:
 
 class Driven:
     """A coroutine run step by step. `returned` gets what it returns, or None when it was cancelled, `failed` what it
-    raises. It may await wakes, and nothing else: no future (whose callback can set a wake) and nothing that asks for the current
-    task, as `asyncio.timeout` does. That belongs into a task of its own."""
+    raises. It may await wakes and nothing else: no future (its callback can set a wake), and nothing that asks for the
+    current task, as `asyncio.timeout` does. Such things belong into a task of their own."""
 
     __slots__ = ("_coroutine", "_failed", "_returned", "_wake")
 

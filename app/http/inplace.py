@@ -10,12 +10,11 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any
 
 _ACKED_AT = 120
 """Where Linux's `struct tcp_info` has `tcpi_bytes_acked`, since 4.1."""
 
-T = TypeVar("T")
 Write = Callable[[bytes], None]
 
 
@@ -56,8 +55,8 @@ class Wake:
 
 class Driven:
     """A coroutine run step by step. `returned` gets what it returns, or None when it was cancelled, `failed` what it
-    raises. It may await wakes, and nothing else: no future (`settled` does that) and nothing that asks for the current
-    task, as `asyncio.timeout` does. That belongs into a task of its own."""
+    raises. It may await wakes and nothing else: no future (its callback can set a wake), and nothing that asks for the
+    current task, as `asyncio.timeout` does. Such things belong into a task of their own."""
 
     __slots__ = ("_coroutine", "_failed", "_returned", "_wake")
 
@@ -105,18 +104,10 @@ class Driven:
             self._failed(fault)
         else:
             if type(wake) is not Wake:
-                self._step(TypeError(f"{wake!r} cannot be awaited in place; settled() can"))
+                self._step(TypeError(f"{wake!r} cannot be awaited in place, only a Wake"))
                 return
             self._wake = wake
             wake._waiter = self
-
-
-async def settled(future: asyncio.Future[T]) -> T:
-    """Await a future, or a task, in place; it is left alone when the one who waits is cancelled."""
-    done = Wake()
-    future.add_done_callback(lambda _: done.set())
-    await done
-    return future.result()
 
 
 def direct_write(transport: asyncio.Transport) -> Write:

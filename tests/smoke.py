@@ -116,7 +116,8 @@ class Installed:
 def ask(url: str, **request: object) -> tuple[str, str]:
     """A session's turn: how it came to its worker, and the answer's body."""
     body = json.dumps({"model": "mock-model", "messages": [{"role": "user", "content": "Hello."}], **request})
-    headers = {"content-type": "application/json", "x-dynamo-session-id": "smoke"}
+    # Of its own: another smoke run may stand on the same claims, which are this user's by default.
+    headers = {"content-type": "application/json", "x-dynamo-session-id": f"smoke-{os.getpid()}"}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     asked = urllib.request.Request(f"{url}/v1/chat/completions", body.encode(), headers)
     with opener.open(asked, timeout=30) as answer:

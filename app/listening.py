@@ -76,7 +76,7 @@ def listen_at_path(path: Path) -> socket.socket:
         listener.bind(str(path))
         path.chmod(0o600)  # before it listens: nobody can have connected
         listener.listen()
-    except BaseException:
+    except BaseException:  # whatever it is goes on to the caller; the socket is nobody else's yet
         listener.close()
         raise
     return listener

@@ -23,7 +23,7 @@ from backends.options import parse_options, shown
 async def open_store(
     url: str, *, across_processes: bool = False, deadline: float = 2.0, capacity: int = 1_000_000
 ) -> ClaimStore:
-    """Opens the store that `url` names; the caller closes it with `aclose`. A store that is merely away for now is no
+    """Opens the store that `url` names; the caller closes it with `aclose`. A store that is away at the moment is no
     error here: ask its `check`.
 
     `across_processes`: this deployment has several processes, which must agree; `deadline`: the most seconds that one

@@ -99,7 +99,7 @@ class Driven:
         except asyncio.CancelledError:
             self._coroutine = None
             self._returned(None)
-        except Exception as fault:
+        except Exception as fault:  # as a task keeps it: whoever drives this is told
             self._coroutine = None
             self._failed(fault)
         else:

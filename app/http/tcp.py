@@ -145,7 +145,7 @@ async def _connect(address: Address) -> socket.socket:
     try:
         raw.setblocking(False)
         await asyncio.get_running_loop().sock_connect(raw, address[1])
-    except BaseException:
+    except BaseException:  # also when cancelled: the socket is nobody else's yet
         raw.close()
         raise
     return raw

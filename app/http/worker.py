@@ -448,7 +448,7 @@ class Pool:
                 server_hostname=(self._server_name or self._host) if self._tls else None,
                 **where,
             )
-        except BaseException:
+        except BaseException:  # also when cancelled: the socket is nobody else's yet
             if "sock" in where:
                 where["sock"].close()
             raise

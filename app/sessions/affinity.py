@@ -108,7 +108,7 @@ class Binding:
         try:
             resolve = functools.partial(affinity._resolver.resolve, self._key, placement)
             self._came(await affinity._agreed(self._key, resolve, self._hold))
-        except BaseException:
+        except BaseException:  # also when cancelled: what is held is given back, and it is raised on
             self._let_go()
             raise
 

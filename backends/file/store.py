@@ -78,7 +78,7 @@ class FileStore:
                 await store.aclose()
                 hint = "mount the share and make that folder" if shared else "name a folder that this user can write to"
                 raise StoreConfigurationError(f"cannot keep claims in {str(root)!r}: {error}; {hint}") from error
-            log.warning("%s: no claims for now: %s", root, error)
+            log.warning("%s: no claims until this passes: %s", root, error)
         return store
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:

@@ -116,8 +116,7 @@ class Installed:
 def ask(url: str, **request: object) -> tuple[str, str]:
     """A session's turn: how it came to its worker, and the answer's body."""
     body = json.dumps({"model": "mock-model", "messages": [{"role": "user", "content": "Hello."}], **request})
-    # Of its own: another smoke run may stand on the same claims, which are this user's by default.
-    headers = {"content-type": "application/json", "x-dynamo-session-id": f"smoke-{os.getpid()}"}
+    headers = {"content-type": "application/json", "x-dynamo-session-id": "smoke"}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     asked = urllib.request.Request(f"{url}/v1/chat/completions", body.encode(), headers)
     with opener.open(asked, timeout=30) as answer:
@@ -133,9 +132,11 @@ def smoke(installed: Installed, version: str, modules: list[str]) -> None:
         installed.serving("serve", "--port", "0", "--worker", worker) as router,
     ):
         how, text = ask(router, max_tokens=3)
-        assert (how, json.loads(text)["usage"]["completion_tokens"]) == ("created", 3), text
+        assert (how, json.loads(text)["usage"]["completion_tokens"]) == ("created", 3), (how, text)
         how, text = ask(router, stream=True)
-        assert (how, text.rstrip().endswith("data: [DONE]")) == ("cached", True), text
+        # "stored" when the watch on the claims began after the first turn: then the claim is read once more.
+        assert how in ("cached", "stored"), (how, text)
+        assert text.rstrip().endswith("data: [DONE]"), text
 
 
 def main() -> int:

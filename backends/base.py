@@ -16,8 +16,9 @@ stands, by the monotonic clock of this process (0.0 when the store cannot tell).
 **Errors** say what is known. `StoreUnavailable`: surely not applied. `OutcomeUnknown`: may have been applied; the
 remedy is to call again with the same arguments, which is safe: `create_or_get` recognises its own proposal by its nonce
 and returns `created=True`, and `close` of a claim that is already gone returns `GONE`. `ClaimLost`: the claim is not
-there any more, a normal event. A store raises nothing else, and every call ends within the store's deadline. Cancelling
-a call is allowed at any time and leaves either outcome; the next call works.
+there any more, a normal event. `ClaimUnreadable`: this one record is no claim, and the store is well. A store raises
+nothing else, and every call ends within the store's deadline. Cancelling a call is allowed at any time and leaves
+either outcome; the next call works.
 
 **Events.** `subscribe` first yields `Reset` when its watch stands: whatever the caller knew before may be outdated.
 Then it yields `Deleted` for each claim that goes (closed, expired or removed by hand), in order per key; one that this
@@ -59,6 +60,16 @@ class OutcomeUnknown(StoreError):
 
 class ClaimLost(StoreError):
     """The claim is closed, expired, or superseded. Normal: read again and adopt what stands there."""
+
+
+class ClaimUnreadable(StoreError):
+    """What stands at the key is no claim that this version can read; whoever made it may. The rest of the store is as
+    well as before, and what stands is left alone: only `close(error.claim)`, an operator's word, removes it."""
+
+    def __init__(self, key: str, revision: int, why: str) -> None:
+        super().__init__(f"what stands at {key} is no claim that can be read: {why}")
+        self.claim = Claim(key=key, value=ClaimValue(worker="", nonce=""), revision=revision, expires_at=0.0)
+        """What stands, as far as `close` needs it."""
 
 
 class StoreConfigurationError(ValueError):
@@ -126,6 +137,10 @@ class Deleted(msgspec.Struct, frozen=True):
 class Reset(msgspec.Struct, frozen=True):
     """Events may have been missed: whatever was read before this must be read again before it is relied on."""
 
+    rewound: bool = False
+    """The store is not the one that was read before, or has gone back in time (wiped, restored from a backup): that a
+    claim is not there does not mean that it was closed."""
+
 
 Event = Deleted | Reset
 
@@ -141,11 +156,11 @@ class ClaimStore(Protocol):
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         """Create the claim, or return the one that stands. `ttl` in seconds. Does not renew a claim that stands.
 
-        Raises StoreUnavailable or OutcomeUnknown."""
+        Raises StoreUnavailable, OutcomeUnknown or ClaimUnreadable."""
         ...
 
     async def get(self, key: str) -> Claim | None:
-        """The claim that stands, or None. Never creates or renews. Raises StoreUnavailable."""
+        """The claim that stands, or None. Never creates or renews. Raises StoreUnavailable or ClaimUnreadable."""
         ...
 
     async def renew(self, claim: Claim, ttl: float) -> Claim:

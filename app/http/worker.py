@@ -442,17 +442,17 @@ class Pool:
         if self._is_name:
             where = {"sock": await tcp.dial(self._host, self._port)}
         connection = WorkerConnection(loop, self)
-        protocol: WorkerConnection | TlsTransport = connection
+        between = None
         if self._tls is not None:
-            protocol = TlsTransport(loop, connection, self._tls, self._server_name or self._host)
+            between = TlsTransport(loop, connection, self._tls, self._server_name or self._host)
         try:
-            await loop.create_connection(lambda: protocol, **where)
+            await loop.create_connection(lambda: between or connection, **where)
         except BaseException:  # also when cancelled: the socket is nobody else's yet
             if "sock" in where:
                 where["sock"].close()
             raise
-        if isinstance(protocol, TlsTransport):
-            await protocol.shake_hands()
+        if between is not None:
+            await between.shake_hands()
         return connection
 
     def give(self, connection: WorkerConnection) -> None:

@@ -25,9 +25,10 @@ class Mailbox:
         if self._ended:
             return
         if isinstance(event, Reset) or len(self._events) >= self._size:
-            # A Reset says all that was said before it, and more.
+            # A Reset says all that was said before it, and more, but for this.
+            rewound = any(isinstance(said, Reset) and said.rewound for said in (*self._events, event))
             self._events.clear()
-            event = Reset()
+            event = Reset(rewound=rewound)
         self._events.append(event)
         self._news.set()
 

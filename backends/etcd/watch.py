@@ -1,9 +1,17 @@
-"""The deletions of claims, told to any number of subscribers. A watch that is not shown to be alive raises."""
+"""The deletions of claims, told to any number of subscribers. A watch that is not shown to be alive raises.
+
+What our own watch has been told, other replicas' watches have been told as well, or are being told: etcd serves all of
+a member's watches when it applies a write. So a close that waits for that (`expect`) is known nearly everywhere when it
+returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
+from collections.abc import Iterator
 from typing import Self
 
 from aetcd import rpc
@@ -11,6 +19,9 @@ from aetcd import rpc
 from backends.base import Deleted, Event, Reset, StoreUnavailable
 from backends.etcd.cluster import Cluster
 from backends.fanout import MAILBOX_SIZE, Mailbox
+
+UNTOLD_S = 5.0
+"""How long a rewind may take to be told before it is no reason any more to answer nothing."""
 
 _log = logging.getLogger("coatcheck.store")
 
@@ -24,9 +35,47 @@ class Deletions:
         self._prefix = prefix
         self._first, self._end = first, end
         self._watches: set[asyncio.Task[None]] = set()
+        self._standing = 0
+        """Watches that are told of deletions now."""
+        self._behind = False
+        """They were waited for in vain, and have not said anything since."""
+        self._expected: dict[str, set[Expected]] = {}
+        """By key: who waits for its deletion."""
+        self._subscribed = False
+        self._announced = self._told = 0
+        """Rewinds of etcd that a subscriber will be told of, and that one has been."""
+
+    @property
+    def untold(self) -> bool:
+        """etcd was wiped or restored, and the subscriber does not know yet: what it is told of claims would mislead."""
+        history = self._cluster.history
+        return history.rewinds != self._told and self._subscribed and time.monotonic() - history.rewound_at < UNTOLD_S
+
+    def told(self) -> None:
+        """A subscriber has been given the Reset that says so."""
+        self._told = self._announced
+
+    @contextlib.contextmanager
+    def expect(self, key: str, revision: int) -> Iterator[Expected]:
+        """The deletion of the claim with this revision. Enter it before the claim is deleted."""
+        expected = Expected(revision)
+        self._expected.setdefault(key, set()).add(expected)
+        try:
+            yield expected
+        finally:
+            waiting = self._expected[key]
+            waiting.discard(expected)
+            if not waiting:
+                del self._expected[key]
+
+    async def wait(self, expected: Expected, seconds: float) -> None:
+        """Until a watch has told it, but no longer than this, and not at all where none can."""
+        if self._standing and not self._behind and not await expected.heard(seconds):
+            self._behind = True
 
     def begin(self, mailbox: Mailbox) -> asyncio.Task[None]:
         """Fill the mailbox until the task is cancelled, the watch ends, or all are closed."""
+        self._subscribed = True
         task = asyncio.get_running_loop().create_task(self._fill(mailbox))
         self._watches.add(task)
         task.add_done_callback(self._watches.discard)
@@ -56,12 +105,39 @@ class Deletions:
         """One watch until it ends. Returns when a new one may follow at once (compaction); else StoreUnavailable."""
         skip = len(self._prefix)
         async with self._cluster.open_watch(self._first, self._end, filters=[rpc.WatchCreateRequest.NOPUT]) as watch:
-            mailbox.put(Reset())
-            while (events := await watch.read()) is not None:
-                for event in events:
-                    if event.type == rpc.Event.DELETE:
-                        kv = event.kv
-                        mailbox.put(Deleted(kv.key[skip:].decode("ascii", "replace"), kv.mod_revision))
+            self._announced = self._cluster.history.rewinds
+            mailbox.put(Reset(rewound=self._announced != self._told))
+            self._standing += 1
+            try:
+                while (events := await watch.read()) is not None:
+                    self._behind = False
+                    for event in events:
+                        if event.type == rpc.Event.DELETE:
+                            kv = event.kv
+                            key = kv.key[skip:].decode("ascii", "replace")
+                            mailbox.put(Deleted(key, kv.mod_revision))
+                            for expected in self._expected.get(key, ()):
+                                expected.deleted(kv.mod_revision)
+            finally:
+                self._standing -= 1
+
+
+class Expected:
+    """The deletion of one claim, which somebody waits for."""
+
+    def __init__(self, revision: int) -> None:
+        self._revision = revision
+        self._heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def deleted(self, before: int) -> None:
+        """Claims of the key with a lower revision are gone."""
+        if before > self._revision and not self._heard.done():
+            self._heard.set_result(None)
+
+    async def heard(self, seconds: float) -> bool:
+        if not self._heard.done():
+            await asyncio.wait({self._heard}, timeout=seconds)
+        return self._heard.done()
 
 
 class Subscription:
@@ -81,7 +157,10 @@ class Subscription:
             # The task must not know this object, so that dropping it is noticed.
             self._task = self._deletions.begin(self._mailbox)
         try:
-            return await anext(self._mailbox)
+            event = await anext(self._mailbox)
+            if isinstance(event, Reset) and event.rewound:
+                self._deletions.told()
+            return event
         finally:
             # A cancelled reader's traceback keeps this frame for a while; it must not keep the watch, too.
             del self

@@ -40,9 +40,14 @@ class Attempts(Generic[E, M]):
         self._ended: list[Attempt[E, M]] = []
         self._news: asyncio.Future[None] | None = None
 
-    def add(self, attempt: Attempt[E, M]) -> None:
-        self.under_way.append(attempt)
+    def watch(self, attempt: Attempt[E, M]) -> None:
+        """Let `next_end` know of one that is under way."""
         attempt.call.add_done_callback(functools.partial(self._end, attempt))
+
+    def forget(self, attempt: Attempt[E, M]) -> None:
+        """It has ended."""
+        if attempt in self.under_way:
+            self.under_way.remove(attempt)
 
     async def next_end(self, seconds: float) -> Attempt[E, M] | None:
         """The next one that ends, which is under way no more; None: none did within so many seconds."""
@@ -58,7 +63,7 @@ class Attempts(Generic[E, M]):
         if not self._ended:
             return None
         attempt = self._ended.pop(0)
-        self.under_way.remove(attempt)
+        self.forget(attempt)
         return attempt
 
     def cancel(self) -> None:

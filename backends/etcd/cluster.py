@@ -21,7 +21,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Hashable, Iterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -99,6 +99,39 @@ class Endpoint:
 Sent = Attempt[Endpoint, Mark]
 
 
+class Prompt:
+    """The calls whose first attempt is not late yet. One timer for all: one for each costs a round of the loop."""
+
+    def __init__(self, late_s: float) -> None:
+        self._late_s = late_s
+        self._calls: dict[_Call, Sent] = {}
+        """The oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(self, call: _Call, first: Sent) -> None:
+        self._calls[call] = first
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._late_s / 16, self._look)
+
+    def leave(self, call: _Call) -> None:
+        self._calls.pop(call, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        late = time.monotonic() - self._late_s
+        for call, first in list(self._calls.items()):
+            if first.began > late:
+                break
+            del self._calls[call]
+            call.hurry(first)
+        if self._calls:
+            self._timer = asyncio.get_running_loop().call_later(self._late_s / 16, self._look)
+
+
 class Cluster:
     """Open it inside the running loop; an unreachable etcd is for every call to report. `aclose` it.
 
@@ -126,8 +159,9 @@ class Cluster:
         self._current = 0
         self.attempt_s = deadline / ATTEMPTS
         """What has no answer after so many seconds is late."""
+        self.prompt = Prompt(self.attempt_s)
         self._metadata: Metadata = _REQUIRE_LEADER
-        self._logged_in = url.user is None
+        self.logged_in = url.user is None
         self._logins: SingleFlight[str, None] = SingleFlight(outlives=True)
         self._away = False
 
@@ -142,11 +176,11 @@ class Cluster:
         """
         call = _Call(self, method, request, until, write=write, login=login)
         try:
-            attempt, answer = await call.answer()
+            attempt, answer = await call.run()
         finally:
             if write and call.in_doubt:
                 self.strays += 1
-            call.attempts.cancel()
+            call.end()
         if method in _LINEARIZABLE:
             self.history.heard(attempt.mark, answer.header)
         if self._away:
@@ -182,7 +216,7 @@ class Cluster:
             fit = next((other for other in ring if other.suspect_until <= now), ring[0])
             self._current = self.endpoints.index(fit)
 
-    def attempt(self, method: str, request: Any, seconds: float, *, login: bool, besides: Collection[Endpoint]) -> Sent:
+    def attempt(self, method: str, request: Any, seconds: float, *, login: bool, besides: Sequence[Endpoint]) -> Sent:
         """Send it, to an endpoint other than those where there is one."""
         now = time.monotonic()
         endpoint = self.endpoints[self._current]
@@ -209,6 +243,7 @@ class Cluster:
         await self._logins.aclose()
         for endpoint in self.endpoints:
             await endpoint.channel.close(CLOSE_GRACE_S)
+        self.prompt.close()
         # gRPC ends cancelled calls on a thread of its own, and complains when their loop is gone by then.
         await asyncio.sleep(0.01)
 
@@ -240,7 +275,7 @@ class Cluster:
 
     async def log_in(self, until: float, stale: Metadata | None = None) -> None:
         """Unless there is a token, newer than the `stale` metadata. All callers share one login."""
-        if self._metadata is stale or not self._logged_in:
+        if self._metadata is stale or not self.logged_in:
             await shared(self._logins, "login", self._authenticate, until)
 
     async def _authenticate(self) -> None:
@@ -258,36 +293,41 @@ class Cluster:
             if "authentication is not enabled" not in str(error):
                 raise StoreUnavailable(f"etcd: the login of {self._url.user!r} failed: {error}") from error
         self._metadata = (*_REQUIRE_LEADER, *token)
-        self._logged_in = True
+        self.logged_in = True
 
 
 class _Call:
-    """One request until it is answered: what was tried, and what is known of it."""
+    """One request until it is answered: what was tried, and what is known of it. `end` it.
+
+    The ordinary way is to await one attempt; what it takes to ask again is made when that attempt is late."""
 
     __slots__ = (
         "_asked",
+        "_attempts",
         "_cluster",
         "_doubt",
         "_login",
         "_logins",
         "_method",
         "_request",
+        "_rest",
         "_trouble",
         "_unreachable",
         "_until",
         "_write",
-        "attempts",
     )
 
     def __init__(self, cluster: Cluster, method: str, request: Any, until: float, *, write: bool, login: bool) -> None:
         self._cluster = cluster
         self._method, self._request, self._until = method, request, until
         self._write, self._login = write, login
-        self.attempts: Attempts[Endpoint, Mark] = Attempts()
+        self._attempts: Attempts[Endpoint, Mark] = Attempts()
+        self._rest: asyncio.Task[tuple[Sent, Any]] | None = None
+        """Begun when the first attempt was late: it asks again, and ends that attempt when another one is answered."""
         self._doubt = False
         """An attempt that ended may have been applied."""
         self._trouble = "no answer in time"
-        self._unreachable: set[Endpoint] = set()
+        self._unreachable: frozenset[Endpoint] = frozenset()
         self._logins = 0
         self._asked = 0.0
         """When for the last time."""
@@ -295,45 +335,94 @@ class _Call:
     @property
     def in_doubt(self) -> bool:
         """A write may have been applied, or may be even later."""
-        return self._write and (self._doubt or bool(self.attempts.under_way))
+        return self._write and (self._doubt or bool(self._attempts.under_way))
 
-    async def answer(self) -> tuple[Sent, Any]:
-        cluster, attempts = self._cluster, self.attempts
+    def end(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+        self._attempts.cancel()
+
+    async def run(self) -> tuple[Sent, Any]:
+        """The attempt that was answered, and the answer."""
+        first = self._send(await self._left())
+        prompt = self._cluster.prompt
+        prompt.enter(self, first)
+        try:
+            answer = await first.call
+        except grpc.aio.AioRpcError as error:
+            if self._rest is None:
+                self._attempts.forget(first)
+                await self._failed(first, error)
+                return await self._answer()
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            if self._rest is None:
+                raise self._cut() from None
+        else:
+            self._attempts.forget(first)
+            return self._answered(first, answer)
+        finally:
+            prompt.leave(self)
+        return await self._rest
+
+    def hurry(self, first: Sent) -> None:
+        """The first attempt is late."""
+        self._late(first)
+        self._attempts.watch(first)
+        self._rest = asyncio.get_running_loop().create_task(self._answer())
+        self._rest.add_done_callback(lambda rest: rest.cancelled() or rest.exception())  # seen, if nobody wants it
+        self._rest.add_done_callback(lambda _: first.call.cancel())
+
+    async def _answer(self) -> tuple[Sent, Any]:
         while True:
-            if self._login and not cluster.closed:
-                await cluster.log_in(self._until)
-            if cluster.closed:
-                raise failure(self.in_doubt, "it is closed")
-            left = self._until - time.monotonic()
-            if left <= 0:
-                raise self._unreached()
-            self._ask(left)
-            attempt = await attempts.next_end(min(cluster.attempt_s, left))
+            left = await self._left()
+            # Once more, where that can help and there is time for an answer.
+            waiting = bool(self._attempts.under_way)
+            if not waiting or (left > self._cluster.attempt_s / 2 and not self._all_unreachable):
+                self._attempts.watch(self._send(left))
+            attempt = await self._attempts.next_end(min(self._cluster.attempt_s, left))
             if attempt is None:
-                self._late(attempts.under_way[-1])
+                self._late(self._attempts.under_way[-1])
                 continue
             try:
-                answer = await attempt.call
+                return self._answered(attempt, await attempt.call)
             except grpc.aio.AioRpcError as error:
                 await self._failed(attempt, error)
             except asyncio.CancelledError:
-                # Closing the channel cancels its calls, and their callers did not ask for that.
-                if cluster.closed and not _being_cancelled():
-                    raise failure(self._write, "it was closed") from None
-                raise
-            else:
-                attempt.endpoint.answered = max(attempt.endpoint.answered, attempt.began)
-                return attempt, answer
+                if _being_cancelled():
+                    raise
+                raise self._cut() from None
 
-    def _ask(self, left: float) -> None:
-        """Once more, where that can help and there is time for an answer."""
-        under_way = self.attempts.under_way
-        if under_way and (left < self._cluster.attempt_s / 2 or self._all_unreachable):
-            return
-        besides = [attempt.endpoint for attempt in under_way]
+    async def _left(self) -> float:
+        """Seconds. Raises where there is nothing to be tried any more."""
+        cluster = self._cluster
+        if self._login and not cluster.closed and not cluster.logged_in:
+            await cluster.log_in(self._until)
+        if cluster.closed:
+            raise failure(self.in_doubt, "it is closed")
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise self._unreached()
+        return left
+
+    def _send(self, left: float) -> Sent:
+        under_way = self._attempts.under_way
+        besides = [attempt.endpoint for attempt in under_way] if under_way else ()
         attempt = self._cluster.attempt(self._method, self._request, left, login=self._login, besides=besides)
         self._asked = attempt.began
-        self.attempts.add(attempt)
+        under_way.append(attempt)
+        return attempt
+
+    def _answered(self, attempt: Sent, answer: Any) -> tuple[Sent, Any]:
+        attempt.endpoint.answered = max(attempt.endpoint.answered, attempt.began)
+        return attempt, answer
+
+    def _cut(self) -> BaseException:
+        """Closing the channel cancels its calls, and their callers did not ask for that."""
+        if self._cluster.closed:
+            return failure(self._write, "it was closed")
+        return asyncio.CancelledError()
 
     def _late(self, attempt: Sent) -> None:
         self._trouble = f"{attempt.endpoint.target}: no answer in time"
@@ -354,9 +443,9 @@ class _Call:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 await asyncio.sleep(AGAIN_PAUSE_S)
         elif fault is Fault.NOT_SENT:
-            self._unreachable.add(attempt.endpoint)
+            self._unreachable |= {attempt.endpoint}
             cluster.suspect(attempt.endpoint)
-            if self._all_unreachable and not self.attempts.under_way:
+            if self._all_unreachable and not self._attempts.under_way:
                 raise self._unreached() from error
         elif fault is Fault.NOT_NOW:
             cluster.suspect(attempt.endpoint)

@@ -1,8 +1,8 @@
 """The deletions of claims, told to any number of subscribers. A watch that is not shown to be alive raises.
 
 What our own watch has been told, other replicas' watches have been told as well, or are being told: etcd serves all of
-a member's watches when it applies a write. So a close that waits for that (`expect`) is known nearly everywhere when it
-returns.
+a member's watches when it applies a write. So a close that waits for that (`expect`), and `SETTLE_S` more, is known nearly
+everywhere when it returns.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from backends.base import Deleted, Event, Reset, StoreUnavailable
 from backends.etcd.cluster import Cluster
 from backends.fanout import MAILBOX_SIZE, Mailbox
 
+SETTLE_S = 0.003
+"""What another replica's process may need longer than ours to read what both have been told."""
 UNTOLD_S = 5.0
 """How long a rewind may take to be told before it is no reason any more to answer nothing."""
 
@@ -69,9 +71,12 @@ class Deletions:
                 del self._expected[key]
 
     async def wait(self, expected: Expected, seconds: float) -> None:
-        """Until a watch has told it, but no longer than this, and not at all where none can."""
-        if self._standing and not self._behind and not await expected.heard(seconds):
-            self._behind = True
+        """Until a watch has told it and a little more, but no longer than this, and not at all where none can."""
+        if self._standing and not self._behind:
+            if await expected.heard(seconds):
+                await asyncio.sleep(SETTLE_S)
+            else:
+                self._behind = True
 
     def begin(self, mailbox: Mailbox) -> asyncio.Task[None]:
         """Fill the mailbox until the task is cancelled, the watch ends, or all are closed."""

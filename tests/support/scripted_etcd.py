@@ -3,7 +3,7 @@ calls, forwards them late, and delays what watches are told.
 
 The scripted one exists for what a real etcd says rarely or only after minutes: a stream that ends cleanly, a watch
 cancelled in mid-stream, history compacted under a slow watcher, a member that has gone deaf. The proxy exists for
-single calls that hang while others are answered, and for requests that are executed long after their callers gave them up.
+single calls that hang while others are answered, and for requests that are executed long after their callers have gone.
 """
 
 from __future__ import annotations

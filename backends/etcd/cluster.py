@@ -345,15 +345,12 @@ class _Call:
     async def run(self) -> tuple[Sent, Any]:
         """The attempt that was answered, and the answer."""
         first = self._send(await self._left())
-        prompt = self._cluster.prompt
-        prompt.enter(self, first)
+        self._cluster.prompt.enter(self, first)
+        trouble: grpc.aio.AioRpcError | None = None
         try:
             answer = await first.call
         except grpc.aio.AioRpcError as error:
-            if self._rest is None:
-                self._attempts.forget(first)
-                await self._failed(first, error)
-                return await self._answer()
+            trouble = error
         except asyncio.CancelledError:
             if _being_cancelled():
                 raise
@@ -363,8 +360,14 @@ class _Call:
             self._attempts.forget(first)
             return self._answered(first, answer)
         finally:
-            prompt.leave(self)
-        return await self._rest
+            # Now: what is done from here on is not the first attempt's lateness.
+            self._cluster.prompt.leave(self)
+        if self._rest is not None:
+            return await self._rest
+        assert trouble is not None
+        self._attempts.forget(first)
+        await self._failed(first, trouble)
+        return await self._answer()
 
     def hurry(self, first: Sent) -> None:
         """The first attempt is late."""

@@ -1,8 +1,8 @@
 """The deletions of claims, told to any number of subscribers. A watch that is not shown to be alive raises.
 
 What our own watch has been told, other replicas' watches have been told as well, or are being told: etcd serves all of
-a member's watches when it applies a write. So a close that waits for that (`expect`), and `SETTLE_S` more, is known nearly
-everywhere when it returns.
+a member's watches when it applies a write. So a close that waits for that (`expect`), and `SETTLE_S` more, is known
+nearly everywhere when it returns.
 """
 
 from __future__ import annotations

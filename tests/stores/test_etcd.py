@@ -1607,6 +1607,75 @@ def subprocess_input(server: EtcdServer, *args: str, said: str) -> None:
     subprocess.run(command, input=said, text=True, check=True, capture_output=True, timeout=20)
 
 
+# --- operators' hands
+
+
+async def test_what_operators_do_to_etcd_takes_only_what_it_takes(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(with_login(server), progress_interval=INTERVAL)
+    heard: list[Any] = []
+    failures = 0
+
+    async def listen() -> None:
+        nonlocal failures
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                async for event in store.subscribe():
+                    heard.append(event)
+            failures += 1
+            await asyncio.sleep(0.02)
+
+    listener = asyncio.create_task(listen())
+    await until(lambda: heard == [Reset()])
+    kept = (await store.create_or_get("aa", value(), 600)).claim
+
+    async def holds(user: str | None = None) -> None:
+        """What was there is there; claims are made, closed and told."""
+        assert await store.get("aa") == kept
+        fresh = (await store.create_or_get(secrets.token_hex(8), value(), 600)).claim
+        assert (await store.renew(fresh, 900)).revision == fresh.revision
+        other = (await store.create_or_get(secrets.token_hex(8), value(), 600)).claim
+        resets = heard.count(Reset())
+        assert await store.close(other) is CloseOutcome.CLOSED
+        await until(
+            lambda: (
+                heard.count(Reset()) > resets
+                or any(event.key == other.key for event in heard[1:] if isinstance(event, Deleted))
+            )
+        )
+        await store.check()
+
+    enable_auth(server)
+    await holds()
+    server.ctl("auth", "disable", user="root:rootpw")
+    await holds()
+    server.ctl("auth", "enable")
+    await holds()
+    server.ctl("auth", "disable", user="root:rootpw")
+    for _ in range(3):
+        revision = server.ctl("get", "x", "--write-out=json").partition('"revision":')[2].partition(",")[0]
+        server.ctl("compact", "--physical", revision)
+        server.ctl("defrag")
+        await holds()
+    server.ctl("del", "coatcheck/~", "--prefix")
+    await holds()
+    assert Reset(rewound=True) not in heard
+    server.ctl("del", "coatcheck/aa")
+    await until(lambda: any(isinstance(event, Deleted) and event.key == "aa" for event in heard))
+    with pytest.raises(ClaimLost):
+        await store.renew(kept, 600)
+    kept = (await store.create_or_get("aa", value(), 600)).claim
+    for lease in server.ctl("lease", "list").split()[3:]:
+        server.ctl("lease", "revoke", lease)
+    await until(
+        lambda: heard.count(Deleted("aa", None)) == 0 and sum(getattr(e, "key", "") == "aa" for e in heard) == 2
+    )
+    assert await store.get("aa") is None
+    assert (await store.create_or_get("aa", value(), 600)).created
+    listener.cancel()
+    await asyncio.wait({listener})
+    assert failures <= 4, "a watch is at most begun again when logins change"
+
+
 # --- TLS
 
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from backends.base import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Reset
+from backends.fanout import Mailbox
 from backends.memory import MemoryStore
 from tests.support.stores import Subscriber, a_key, a_value, make
 
@@ -130,3 +131,12 @@ async def test_nothing_is_left_running_after_aclose() -> None:
     await store.aclose()
     assert alarm.cancelled()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_rewind_is_not_forgotten_for_another_reset() -> None:
+    mailbox = Mailbox(2)
+    for event in (Reset(rewound=True), Reset(), Deleted("aa"), Deleted("bb"), Deleted("cc")):
+        mailbox.put(event)
+    assert [await anext(mailbox) for _ in range(2)] == [Reset(rewound=True), Deleted("cc")]
+    mailbox.put(Reset())
+    assert await anext(mailbox) == Reset()

@@ -8,7 +8,8 @@ deadlines and no second login, its watcher takes refused and ended watches for s
 
 **Endpoints.** All calls go to one endpoint until it fails, then to the next (list them in another order on other
 replicas to spread the load). A call without an answer after a quarter of its deadline is asked again at the next one,
-up to three times, while the earlier attempts go on. A single endpoint is two connections, for a connection may hang.
+up to three times, while the earlier attempts go on. A single endpoint is two connections, for a connection may hang;
+there, few calls are asked again (`AGAIN_MOST`), so that an etcd or a replica that is overloaded is not loaded more.
 An endpoint is only suspect if it answers nothing that was asked later either.
 
 **Evidence.** A call that fails says in `others_answered` whether etcd answered what was asked after it: then the
@@ -44,6 +45,10 @@ CLOSE_GRACE_S = 0.1
 """Calls on their way when the cluster is closed may still end by themselves for so long."""
 ATTEMPTS = 4
 """The most that a call is asked, each a part of the deadline after the one before."""
+AGAIN_MOST = 20.0
+"""So many calls may be asked again at the only endpoint at once,"""
+AGAIN_SHARE = 0.1
+"""and for each call that is answered this much of one more."""
 SUSPECT_S = 5.0
 """An endpoint that failed is passed over this long while another is left."""
 
@@ -123,6 +128,7 @@ class Cluster:
         self.attempt_s = deadline / ATTEMPTS
         """What has no answer after so many seconds is late."""
         self.prompt = Prompt(self.attempt_s)
+        self._again = AGAIN_MOST
         self._metadata: Metadata = _REQUIRE_LEADER
         self.logged_in = url.user is None
         self._logins: SingleFlight[str, None] = SingleFlight(outlives=True)
@@ -144,6 +150,8 @@ class Cluster:
             if write and call.in_doubt:
                 self.strays += 1
             call.end()
+        if self._again < AGAIN_MOST:
+            self._again += AGAIN_SHARE
         if method in _LINEARIZABLE:
             self.history.heard(attempt.mark, answer.header)
         if self._away:
@@ -191,6 +199,14 @@ class Cluster:
         call = getattr(endpoint, method)(request, timeout=seconds, metadata=metadata)
         return Attempt(call, endpoint, metadata, self.history.mark, now)
 
+    def may_ask_again(self) -> bool:
+        """Once, although an attempt is under way."""
+        if len(self._url.targets) == 1:
+            if self._again < 1:
+                return False
+            self._again -= 1
+        return True
+
     def took_space(self) -> None:
         """To be told of each write that needed space and was applied."""
         if self.full:
@@ -213,6 +229,7 @@ class Cluster:
     def unreached(self, doubtful: bool, text: str, asked: float) -> StoreError:
         """What a caller hears that had no answer; `asked`: when for the last time."""
         error = failure(doubtful, text)
+        asked = max(asked, time.monotonic() - self.deadline / 2)  # what was answered before that is no news
         error.others_answered = any(endpoint.answered > asked for endpoint in self.endpoints)
         if not self._away and not error.others_answered:
             self._away = True
@@ -345,7 +362,9 @@ class _Call:
             left = await self._left()
             # Once more, where that can help and there is time for an answer.
             waiting = bool(self._attempts.under_way)
-            if not waiting or (left > self._cluster.attempt_s / 2 and not self._all_unreachable):
+            if not waiting or (
+                left > self._cluster.attempt_s / 2 and not self._all_unreachable and self._cluster.may_ask_again()
+            ):
                 self._attempts.watch(self._send(left))
             attempt = await self._attempts.next_end(min(self._cluster.attempt_s, left))
             if attempt is None:

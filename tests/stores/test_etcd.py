@@ -35,6 +35,7 @@ from backends.base import (
     encode_value,
 )
 from backends.etcd.batches import CREATES_IN_FLIGHT, MAX_BATCH
+from backends.etcd.cluster import AGAIN_MOST
 from backends.etcd.history import History
 from backends.etcd.store import TOLD_S, EtcdStore
 from backends.etcd.url import EtcdUrl
@@ -838,6 +839,17 @@ async def test_a_call_that_hangs_is_asked_again_within_its_deadline(shared: Etcd
         assert [await store.close(outcome.claim) for outcome in outcomes[:3]] == [CloseOutcome.CLOSED] * 3
         await store.check()
         assert not store.cluster._away
+
+
+async def test_calls_that_are_late_all_at_once_are_not_asked_again_all(shared: EtcdServer, open_store: Open) -> None:
+    """Overloaded, etcd or the replica itself would have several times as much to do."""
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=1.0)
+        await store.create_or_get("00", value(), 60)
+        proxy.delay, before = 0.6, proxy.calls
+        results = await asyncio.gather(*(store.get("00") for _ in range(150)))
+        assert None not in results
+        assert 150 < proxy.calls - before <= 150 + AGAIN_MOST
 
 
 async def test_a_slow_etcd_is_not_given_up_for_being_asked_again(shared: EtcdServer, open_store: Open) -> None:

@@ -36,7 +36,9 @@ from backends.base import (
     StoreConfigurationError,
     StoreError,
 )
-from backends.file.disk import Claims, Disk, Found, Stamps
+from backends.file.claims import Claims, Found
+from backends.file.disk import Disk
+from backends.file.stamps import Stamps
 from backends.file.threads import MISCONFIGURED, Threads
 from backends.file.watch import Watch
 
@@ -53,7 +55,7 @@ class FileStore:
         self._stamps = Stamps(self._disk)
         self._claims = Claims(self._disk, self._stamps)
         self._threads = Threads(deadline)
-        self._watch = Watch(self._disk, self._claims, self._threads, poll=poll or shared)
+        self._watch = Watch(self._disk, self._claims, self._stamps, self._threads, poll=poll or shared)
         self._shortest_ttl = 4 * 30.0
         self._upkeep = asyncio.create_task(self._tend())
 
@@ -72,7 +74,7 @@ class FileStore:
         try:
             await store._threads.run(lambda _: store._disk.prepare())
             await store.check()
-            await store._threads.run(lambda _: store._stamps.map())
+            await store._threads.run(lambda _: store._stamps.agree())
         except StoreError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in MISCONFIGURED:
                 await store.aclose()
@@ -112,7 +114,7 @@ class FileStore:
         self._upkeep.cancel()
         await asyncio.wait({self._upkeep})
         await self._threads.joined()
-        self._stamps.unmap()
+        self._stamps.leave()
 
     def _answer(self, key: str, found: Found) -> Claim:
         self._watch.note(key, found.mark)
@@ -129,7 +131,7 @@ class FileStore:
             await asyncio.sleep(min(every, 1.0))
             try:
                 await self._threads.run(lambda _: self._disk.keep_time())
-                await self._threads.run(lambda _: self._stamps.map())
+                await self._threads.run(lambda _: self._stamps.agree())
                 if loop.time() >= walked_at + every:
                     walked_at = loop.time()
                     await self._watch.walk()

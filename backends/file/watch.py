@@ -23,13 +23,17 @@ from watchfiles import Change
 
 from backends.base import Deleted, Event, Reset, StoreError, StoreUnavailable
 from backends.fanout import FanOut
-from backends.file.disk import KEY, Claims, Disk
+from backends.file.claims import KEY, Claims
+from backends.file.disk import Disk
+from backends.file.stamps import Stamps
 from backends.file.threads import Threads, tell
 
 log = logging.getLogger(__name__)
 
 PROVEN_EVERY_S = 5.0
 """How often the watch has to show that it is alive; also how long it may be dead unnoticed."""
+STEP_MS, QUICK_STEP_MS = 100, 10
+"""How often the listener's thread looks for events. Where a close changes stamps, nothing waits for its event."""
 _SLICE = 256
 
 
@@ -37,9 +41,10 @@ class Watch:
     """Tells subscribers what goes: one follower for all of them, from the first one's coming to the last one's leaving,
     or until it cannot be shown to be alive."""
 
-    def __init__(self, disk: Disk, claims: Claims, threads: Threads, *, poll: bool) -> None:
+    def __init__(self, disk: Disk, claims: Claims, stamps: Stamps, threads: Threads, *, poll: bool) -> None:
         self._disk = disk
         self._claims = claims
+        self._stamps = stamps
         self._threads = threads
         self._poll = poll
         self._fanout = FanOut()
@@ -100,7 +105,9 @@ class Watch:
                 self._known = known = Known()
                 if not self._poll:
                     hear = functools.partial(self._hear, known)
-                    with contextlib.closing(Listener(self._disk.claims, self._threads, hear)) as listener:
+                    quick = not self._stamps.shared
+                    listening = Listener(self._disk.claims, self._threads, hear, quick=quick)
+                    with contextlib.closing(listening) as listener:
                         if await self._proven(listener):
                             self._stand()
                             await self._listen(listener, folder)
@@ -127,7 +134,7 @@ class Watch:
         self._follower, self._stands, self._known = None, False, None
 
     async def _listen(self, listener: Listener, folder: os.stat_result) -> None:
-        """Returns when the folder has been replaced."""
+        """Returns when the folder has been replaced, or is to be listened to in another way."""
         proven_at = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -135,6 +142,8 @@ class Watch:
                     await listener.disturbed.wait()
             listener.disturbed.clear()
             if not os.path.samestat(folder, await self._threads.run(lambda _: self._disk.look())):
+                return
+            if listener.quick is self._stamps.shared:
                 return
             if time.monotonic() >= proven_at + PROVEN_EVERY_S or not listener.alive:
                 if not await self._proven(listener):
@@ -151,7 +160,7 @@ class Watch:
             except StoreUnavailable:
                 return False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
+                async with asyncio.timeout(0.05 if listener.quick else 0.25):
                     await listener.life.wait()
                     return True
         return False
@@ -234,11 +243,14 @@ class Listener:
 
     `heard` is called in the event loop, with the keys of each batch: those that are gone, and those that were made."""
 
-    def __init__(self, folder: str, threads: Threads, heard: Callable[[list[str], list[str]], None]) -> None:
+    def __init__(
+        self, folder: str, threads: Threads, heard: Callable[[list[str], list[str]], None], *, quick: bool
+    ) -> None:
         self.life = asyncio.Event()
         """Set by any event."""
         self.disturbed = asyncio.Event()
         """Set when something happened to the folder itself, or the thread has ended."""
+        self.quick = quick
         self._folder = folder
         self._heard = heard
         self._loop = asyncio.get_running_loop()
@@ -259,7 +271,7 @@ class Listener:
                 self._folder,
                 watch_filter=None,
                 debounce=50,
-                step=10,
+                step=QUICK_STEP_MS if self.quick else STEP_MS,
                 rust_timeout=1000,
                 stop_event=self._stop,
                 raise_interrupt=False,
@@ -269,20 +281,25 @@ class Listener:
             for changes in batches:
                 if self._stop.is_set():
                     return
-                tell(self._loop, self._hear, changes)
+                self._sort(changes)
         except (OSError, RuntimeError) as error:
             # No such folder, no inotify instance left, or watchfiles' own: `alive` turns False, the follower looks.
             log.debug("%s: the listener ended: %s", self._folder, error)
         finally:
             tell(self._loop, self.disturbed.set)
 
-    def _hear(self, changes: set[tuple[Change, str]]) -> None:
-        self.life.set()
-        keys: dict[Change, list[str]] = {change: [] for change in Change}
+    def _sort(self, changes: set[tuple[Change, str]]) -> None:
+        """In the thread, and told a slice at a time: there may be as many as there are claims."""
+        tell(self._loop, self.life.set)
+        gone: list[str] = []
+        made: list[str] = []
         for change, path in changes:
             name = path.rpartition("/")[2]
             if path == self._folder and change is not Change.modified:
-                self.disturbed.set()
-            elif KEY.fullmatch(name):
-                keys[change].append(name)
-        self._heard(keys[Change.deleted], keys[Change.added])
+                tell(self._loop, self.disturbed.set)
+            elif change is not Change.modified and KEY.fullmatch(name):
+                (gone if change is Change.deleted else made).append(name)
+        for start in range(0, max(len(gone), len(made)), _SLICE):
+            tell(self._loop, self._heard, gone[start : start + _SLICE], made[start : start + _SLICE])
+            if start:
+                time.sleep(0.001)  # between two slices the loop serves turns

@@ -63,6 +63,14 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     value: ClaimValue
 
 
+class _Head(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """As much of a record as a walk has to know."""
+
+    key: str
+    revision: int
+    expires: int = 0
+
+
 class _LaterValue(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     rank: int | None = None
@@ -83,6 +91,7 @@ class _Later(msgspec.Struct, frozen=True, kw_only=True):
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(_Record)
+_head_decoder = msgspec.json.Decoder(_Head)
 _later_decoder = msgspec.json.Decoder(_Later)
 _UNREADABLE = ClaimValue(worker="", nonce="")
 
@@ -191,6 +200,7 @@ class Claims:
     def tend(self, names: list[str]) -> list[tuple[str, int]]:
         """Removes what has expired. Returns what stands: keys with their marks."""
         standing = []
+        now_ns = self._disk.clock.now_ns()
         for name in names:
             path = f"{self._disk.claims}/{name}"
             try:
@@ -198,13 +208,23 @@ class Claims:
             except FileNotFoundError:
                 continue
             if KEY.fullmatch(name):
-                if status.st_mtime_ns > max(status.st_ctime_ns, self._disk.clock.now_ns()):
+                if status.st_mtime_ns > max(status.st_ctime_ns, now_ns):
                     standing.append((name, _mark(status, 0)))
                     continue
+                # As it was made, by far the most: what is read of it may even be a successor's, which is then told
+                # once too often.
+                try:
+                    head = _head_decoder.decode(os.readlink(os.fsencode(path)))
+                except (OSError, ValueError):
+                    pass
+                else:
+                    if head.expires > now_ns and head.key == name:
+                        standing.append((name, _mark(status, head.revision)))
+                        continue
                 # What is locked, or somebody else's, is left for the next walk.
                 with contextlib.suppress(NotYet, OSError):
-                    found = self._read(name, status)
-                    if found is not None and not found.stands(self._disk.clock.now_ns()):
+                    found = self._read(name)
+                    if found is not None and not found.stands(now_ns):
                         found = self._bury(name)
                     if found is not None:
                         standing.append((name, found.mark))
@@ -274,11 +294,11 @@ class Claims:
             raise ValueError(f"{key!r} is not a claim key: 40 to 64 lower-case hex digits")
         return f"{self._disk.claims}/{key}"
 
-    def _read(self, key: str, status: os.stat_result | None = None) -> Found | None:
-        """What is there, expired or not. `status`: what it was just now."""
+    def _read(self, key: str) -> Found | None:
+        """What is there, expired or not."""
         path = self._path(key)
         try:
-            status, raw, why = self._content(path, status)
+            status, raw, why = self._content(path)
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 return None
@@ -296,14 +316,11 @@ class Claims:
                 why = str(error)
         return Found(_UNREADABLE, _identity(status), _unreadable_until(status), _mark(status, 0), why)
 
-    def _content(self, path: str, status: os.stat_result | None = None) -> tuple[os.stat_result, bytes, str]:
+    def _content(self, path: str) -> tuple[os.stat_result, bytes, str]:
         """What stands at the path: its status, what it holds, and why that cannot be read, if so."""
         for _ in range(_ATTEMPTS):
             # On a share it is opened, whatever it may be: NFS answers all else from its cache.
-            if self._disk.shared:
-                status = None
-            elif status is None:
-                status = os.lstat(path)
+            status = None if self._disk.shared else os.lstat(path)
             if status is None or stat.S_ISREG(status.st_mode):
                 try:
                     # O_NONBLOCK: somebody's named pipe must not hold us up.
@@ -329,7 +346,7 @@ class Claims:
                     now = os.lstat(path)
                     if (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns):
                         return now, raw, ""
-            status = None  # another has come in its place between the two
+            # Another has come in its place between the two.
         raise NotYet("what stands at the claim's name keeps changing")
 
     def _judge(self, key: str, lock: int) -> Found | None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from backends.base import (
@@ -57,7 +57,11 @@ class FileStore:
         self._threads = Threads(deadline)
         self._watch = Watch(self._disk, self._claims, self._stamps, self._threads, poll=poll or shared)
         self._shortest_ttl = 4 * 30.0
-        self._upkeep = asyncio.create_task(self._tend())
+        self._spread = random.uniform(0.75, 1.25)
+        self._upkeep = {
+            asyncio.create_task(self._repeat(self._keep, lambda: min(self._walk_every, 1.0))),
+            asyncio.create_task(self._repeat(self._watch.walk, lambda: self._walk_every)),
+        }
 
     @classmethod
     async def open(
@@ -111,8 +115,9 @@ class FileStore:
     async def aclose(self) -> None:
         self._threads.end()
         await self._watch.aclose()
-        self._upkeep.cancel()
-        await asyncio.wait({self._upkeep})
+        for task in self._upkeep:
+            task.cancel()
+        await asyncio.wait(self._upkeep)
         await self._threads.joined()
         self._stamps.leave()
 
@@ -121,22 +126,33 @@ class FileStore:
         expires_at = self._disk.clock.surely_until(found.expires_ns)
         return Claim(key=key, value=found.value, revision=found.revision, expires_at=expires_at)
 
-    async def _tend(self) -> None:
-        """Keeps the clock and the stamps, and removes the expired and the leftovers."""
+    @property
+    def _walk_every(self) -> float:
+        return min(max(self._shortest_ttl / 4, 0.1), 30.0) * self._spread
+
+    async def _keep(self) -> None:
+        def keep(_: object) -> None:
+            self._disk.keep_time()
+            self._stamps.agree()
+
+        await self._threads.run(keep)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], every: Callable[[], float]) -> None:
+        """Upkeep: `work`, with so many seconds between, or ten times as long as it takes. Endless."""
         loop = asyncio.get_running_loop()
-        walked_at = loop.time()
-        spread = random.uniform(0.75, 1.25)
+        took = 0.0
         while True:
-            every = min(max(self._shortest_ttl / 4, 0.1), 30.0) * spread
-            await asyncio.sleep(min(every, 1.0))
+            rest_from = loop.time()
+            while (left := rest_from + max(every(), 10 * took) - loop.time()) > 0:
+                await asyncio.sleep(min(left, every(), 1.0))  # a shorter TTL may come meanwhile
+            began_at = loop.time()
             try:
-                await self._threads.run(lambda _: self._disk.keep_time())
-                await self._threads.run(lambda _: self._stamps.agree())
-                if loop.time() >= walked_at + every:
-                    walked_at = loop.time()
-                    await self._watch.walk()
+                await work()
             except StoreError as error:
                 # Every call tells its caller the same; here it is enough to try again.
                 log.debug("%s: upkeep: %s", self._disk.root, error)
             except Exception:  # a fault of ours, for the log; without upkeep the folder would grow without bound
                 log.exception("%s: upkeep failed", self._disk.root)
+                took = 0.0
+            else:
+                took = loop.time() - began_at

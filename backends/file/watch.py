@@ -34,7 +34,7 @@ PROVEN_EVERY_S = 5.0
 """How often the watch has to show that it is alive; also how long it may be dead unnoticed."""
 STEP_MS, QUICK_STEP_MS = 100, 10
 """How often the listener's thread looks for events. Where a close changes stamps, nothing waits for its event."""
-_SLICE = 256
+_SLICE = 128
 
 
 class Watch:

@@ -1,22 +1,28 @@
 """Claims as files in a shared folder.
 
 Promises, on one host: every process agrees, claims outlive every router process, and a read that starts after a write
-has returned sees it (linearizable). A close is seen at once by every process on the host through a shared page of
-stamps.
+has returned sees it (linearizable). A close is seen at once by every process on the host through stamps in its memory;
+where not all of them have that memory in common (`stamps`), within 100 ms through events.
+
+A file system that hangs costs the calls of it, each its deadline: nothing of it is touched in the event loop, no page
+of it is mapped, and the threads that hang keep no process from ending. What cannot be read at a claim's name costs that
+key alone.
 
 With `shared=True` (`file:///dir?hosts=many`) the folder may be a network file system used by several hosts, and
 processes on different hosts agree. Reads are then *not* linearizable: NFS caches names and attributes. It then has no
-stamps, because mapped pages are not coherent between hosts; and it never makes the root anew, because a missing folder
-is more likely an unmounted share. It lists the folder for its events, because no kernel hears of another host's
+stamps, because hosts have no memory in common: until another host has listed the folder, a closed claim may be taken
+there for one that stands. And it never makes the root anew, because a missing folder is more likely an unmounted share.
+It lists the folder for its events, because no kernel hears of another host's
 changes. It relies on the server for hard links that fail on an existing name and for `flock`:
 NFSv4 has both, mount it with `lookupcache=positive`. A host that loses contact loses its locks after the server's lease
 time: a remover frozen for that long, between its comparison and its unlink, could then remove a successor.
 
-Not promised anywhere: surviving a power failure without loss. A claim's content is synced before it gets its name
-(`sync`), so a claim is never torn, but the folder is not synced, so the youngest claims may be missing afterwards.
+Not promised anywhere: surviving a power failure without loss. A claim is never torn: a link is whole or absent, and a
+file's content is synced before it gets its name (`sync`). But the folder is not synced, so the youngest claims may be
+missing afterwards.
 
-How it works: `disk` has the layout and all that touches it, `threads` does that within the deadline, `watch` has the
-events.
+How it works: `disk` has the layout, `claims` and `stamps` what is in it, `threads` does that within the deadline, and
+`watch` has the events.
 """
 
 from __future__ import annotations
@@ -143,7 +149,7 @@ class FileStore:
         took = 0.0
         while True:
             rest_from = loop.time()
-            while (left := rest_from + max(every(), 10 * took) - loop.time()) > 0:
+            while (left := rest_from + max(every(), 10 * took) - loop.time()) > 0:  # noqa: ASYNC110
                 await asyncio.sleep(min(left, every(), 1.0))  # a shorter TTL may come meanwhile
             began_at = loop.time()
             try:

@@ -34,7 +34,10 @@ PROVEN_EVERY_S = 5.0
 """How often the watch has to show that it is alive; also how long it may be dead unnoticed."""
 STEP_MS, QUICK_STEP_MS = 100, 10
 """How often the listener's thread looks for events. Where a close changes stamps, nothing waits for its event."""
+WALKED_WHOLE = 4096
+"""Of more claims than these, a walk beside the kernel's events looks at so many, others each time, and at all names."""
 _SLICE = 128
+_NAMES_SLICE = 2048
 
 
 class Watch:
@@ -49,6 +52,7 @@ class Watch:
         self._poll = poll
         self._fanout = FanOut()
         self._walking = asyncio.Lock()
+        self._walks = 0
         self._warned = False
         # While somebody subscribes: the task that follows, whether it has said Reset, and what it knows.
         self._follower: asyncio.Task[None] | None = None
@@ -76,14 +80,19 @@ class Watch:
         if self._known is not None:
             self._known.note(key, mark)
 
-    async def walk(self) -> None:
-        """Looks at every claim once: removes the expired, and reports what is not there any more."""
+    async def walk(self, *, whole: bool = False) -> None:
+        """Looks whether every claim has still a name, and at claims: all of them, where they are few or `whole`.
+        Removes the expired, and reports what is not there any more."""
         async with self._walking:
             known = self._known or Known()  # nobody listens: it is told to nobody
             known.turn()
-            names = await self._threads.run(lambda _: self._disk.names())
-            for start in range(0, len(names), _SLICE):
-                batch = names[start : start + _SLICE]
+            self._walks += 1
+            looked_at, named = await self._threads.run(lambda _: self._divided(whole))
+            for start in range(0, len(named), _NAMES_SLICE):
+                known.named(named[start : start + _NAMES_SLICE])
+                await asyncio.sleep(0)
+            for start in range(0, len(looked_at), _SLICE):
+                batch = looked_at[start : start + _SLICE]
                 standing = await self._threads.run(lambda _, batch=batch: self._claims.tend(batch))  # type: ignore[misc]
                 self._publish(known.saw(standing))
                 await asyncio.sleep(0.002)  # the threads of the walk must not crowd out the turns
@@ -91,6 +100,23 @@ class Watch:
                 self._publish(keys)
                 await asyncio.sleep(0)
             await self._threads.run(lambda _: self._disk.remove_stale_temps())
+
+    def _divided(self, whole: bool) -> tuple[list[str], list[str]]:
+        """The names to look at in this walk, and the other claims'."""
+        names = self._disk.names()
+        parts = 1 if whole else len(names) // WALKED_WHOLE + 1
+        if parts == 1:
+            return names, []
+        looked_at: list[str] = []
+        named: list[str] = []
+        for number, name in enumerate(names):
+            if number % 512 == 0:
+                time.sleep(0)  # the loop may go on
+            if (hash(name) + self._walks) % parts == 0:
+                looked_at.append(name)
+            elif KEY.fullmatch(name):
+                named.append(name)
+        return looked_at, named
 
     async def aclose(self) -> None:
         self._fanout.end()
@@ -117,7 +143,7 @@ class Watch:
                         log.warning(
                             "%s: the kernel reports no file events here: listing the folder instead", self._disk.root
                         )
-                await self.walk()
+                await self.walk(whole=True)
                 self._stand()
                 await self._list_changes(folder)
         except Exception as error:  # whatever it is: subscribers are told, the watch never falls silent
@@ -179,7 +205,7 @@ class Watch:
                 # A change in the same tick of a coarse clock as the one seen would leave the mtime as it is.
                 listed_mtime_ns = now.st_mtime_ns if self._disk.is_settled(now) else -1
                 began_at = time.monotonic()
-                await self.walk()
+                await self.walk(whole=True)  # the only one who tells
                 listed_at = time.monotonic()
                 pause = max(0.25, 4 * (listed_at - began_at))
 
@@ -220,6 +246,11 @@ class Known:
         """A walk begins. What is created from here on is in the new generation, whether it is listed or not."""
         # A walk that failed has left an old one.
         self._old, self._new = ({**self._old, **self._new} if self._old else self._new), {}
+
+    def named(self, keys: list[str]) -> None:
+        """They have their names still; nobody has looked at them."""
+        for key in keys:
+            self._new[key] = self._old.pop(key, 0) or self._new.get(key, 0)
 
     def saw(self, standing: list[tuple[str, int]]) -> list[str]:
         """`standing`: keys with their marks. Returns those whose known claim has given way to another."""

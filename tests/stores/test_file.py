@@ -1089,6 +1089,34 @@ async def test_many_claims_are_walked_a_slice_at_a_time_and_in_the_threads(
         assert subscriber.deleted == []
 
 
+async def test_of_many_claims_each_walk_looks_at_some_and_misses_none_that_went(
+    open_file: Open, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends.file.watch, "WALKED_WHOLE", 50)
+    store = await open_file()
+    claims = [await make(store, a_key()) for _ in range(200)]
+    expired = await make(store, a_key(), ttl=0.1)
+    looked_at: list[int] = []
+    tend = store._claims.tend
+
+    def counted(names: list[str]) -> list[tuple[str, int]]:
+        looked_at.append(len(names))
+        return tend(names)
+
+    monkeypatch.setattr(store._claims, "tend", counted)
+    async with Subscriber(store) as subscriber:
+        gone, again = claims[0], claims[1]
+        place(root, gone.key).unlink()
+        await asyncio.sleep(0.15)
+        for _ in range(5):
+            looked_at.clear()
+            await store._watch.walk()
+            assert sum(looked_at) < 150
+        await subscriber.hears(gone.key, expired.key)
+        assert not os.path.lexists(place(root, expired.key))
+        assert again.key not in subscriber.deleted
+
+
 def test_the_value_on_disk_is_readable_json(quick_path: Path) -> None:
     async def written() -> bytes:
         store = await FileStore.open(quick_path)

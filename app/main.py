@@ -31,7 +31,7 @@ from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
-from app.turn.request import Reading
+from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
@@ -97,20 +97,7 @@ def _marking(send: Send, crossing: Crossing) -> Send:
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
     tls = _worker_tls(settings.workers)
-    names, tolerated = Names(), tolerance(settings.workers)
-    fleet = Fleet(
-        make_worker(
-            spec.url,
-            name=spec.name,
-            ranks=spec.ranks,
-            tls=tls,
-            connect_limit=settings.limits.connect_timeout,
-            idle_limit=settings.workers.worker_keepalive,
-            names=names,
-            tolerance=tolerated,
-        )
-        for spec in worker_specs(settings.workers.worker)
-    )
+    fleet = make_fleet(settings, tls)
     metrics = Metrics()
     policy = POLICIES[settings.workers.policy]
     tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
@@ -179,7 +166,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
             app.affinity.start()
-            prober = Prober(fleet, how_to_probe(settings.workers, reading.key_line))
+            prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
             await prober.start()
             lag = asyncio.create_task(_measure_lag(metrics))
@@ -259,11 +246,36 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def how_to_probe(settings: Workers, key_line: bytes) -> Probing:
-    """`key_line`: the header that workers want."""
-    path = "" if settings.probe_path == "off" else settings.probe_path
-    return Probing(
-        path=path.encode(), interval=settings.probe_interval, limit=settings.probe_timeout, key_line=key_line
+def make_fleet(settings: Settings, tls: ssl.SSLContext | None = None) -> Fleet:
+    """The workers that the settings name. `tls` is for https ones."""
+    names, tolerated = Names(), tolerance(settings.workers)
+    tls = tls or _worker_tls(settings.workers)
+    return Fleet(
+        make_worker(
+            spec.url,
+            name=spec.name,
+            ranks=spec.ranks,
+            tls=tls,
+            connect_limit=settings.limits.connect_timeout,
+            idle_limit=settings.workers.worker_keepalive,
+            names=names,
+            tolerance=tolerated,
+        )
+        for spec in worker_specs(settings.workers.worker)
+    )
+
+
+def make_prober(settings: Settings, fleet: Fleet) -> Prober:
+    """Asks as the settings say. The caller starts and stops it."""
+    path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
+    return Prober(
+        fleet,
+        Probing(
+            path=path.encode(),
+            interval=settings.workers.probe_interval,
+            limit=settings.workers.probe_timeout,
+            key_line=worker_key_line(settings.workers.key.encode()),
+        ),
     )
 
 

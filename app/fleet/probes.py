@@ -66,12 +66,12 @@ class Prober:
         self._asked: dict[Worker, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None:
-        """Begin, and wait for the first answers, a second at most."""
+    async def start(self, patience: float = _FIRST_ROUND) -> None:
+        """Begin, and wait for the first answers, `patience` at most: what is there is known before it is needed."""
         self._look(asyncio.get_running_loop())
         if self._how.path and self._asked:
             firsts = [each.first for each in self._asked.values()]
-            await asyncio.wait(firsts, timeout=min(_FIRST_ROUND, self._how.limit))
+            await asyncio.wait(firsts, timeout=patience)
 
     def stop(self) -> None:
         if self._timer is not None:

@@ -187,8 +187,11 @@ class Turn:
         if binding is not None:
             if not binding.bind_cached():
                 await self._claim(binding.bind(routing.placement(self._request, self._hint, maker)))
-            if binding.target.worker.health.evicting or not binding.target.worker.known:
+            health = binding.target.worker.health
+            if health.evicting or not binding.target.worker.known:
                 await self._leave(binding)
+            elif health.watchful and health.since > self._began and binding.own and self._free:
+                await self._leave(binding)  # it fell ill while the claim was made, and has nothing of the session yet
         if kept is not None and maker is not None:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:

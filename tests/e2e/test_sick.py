@@ -30,7 +30,7 @@ from tests.support.wire import Cut, ask, turn
 NEW = 300
 AT_ONCE = 24
 """A third of them has been sent to the sick worker before anybody can know."""
-FIRST_BYTE = 1.0
+FIRST_BYTE = 2.0
 DOWN_AFTER = 1.5
 
 SICK: dict[str, dict[str, Any]] = {

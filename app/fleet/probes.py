@@ -115,8 +115,6 @@ class _Asked:
         self._path = how.path
         self._meanings: dict[tuple[bytes, int], tuple[Probe, str]] = {}
         """Of statuses that have come, by path: mostly the next one is the same."""
-        self._told: set[str] = set()
-        """What has been said of it in the log: once is enough."""
         self._driven: Driven | None = None
         self._connection: WorkerConnection | None = None
         """The one that an answer is awaited on, until `_late_at`."""
@@ -200,6 +198,7 @@ class _Asked:
         self._worker.health.probed(probe, what)
 
     def _judged(self, status: int) -> tuple[Probe, str]:
+        """Once for each path and status; what operators should know of it is said in the log."""
         path = self._path.decode()
         what = f"status {status} of {path}"
         if status == 503:
@@ -208,10 +207,7 @@ class _Asked:
             self._tell(f"refuses the router's key at {path} ({status}): set worker-api-key, or another probe-path")
         elif status in _NO_SUCH_PATH:
             if self._path is not _LISTS:
-                self._tell(
-                    f"has no {path} ({status}); it is asked for {_LISTS.decode()}, which says only that it is there"
-                )
-                self._path, self._judged_last = _LISTS, (0, (Probe.BAD, ""))
+                self._tell(f"has no {path} ({status}): it can only be seen that it is there; set another probe-path")
         elif status >= 500:
             return Probe.BAD, what
         elif status < 400 and self._path is not _LISTS:
@@ -219,9 +215,7 @@ class _Asked:
         return Probe.REACHABLE, what
 
     def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            log.warning("worker %s %s (told once)", self._worker.name, what)
+        log.warning("worker %s %s (told once)", self._worker.name, what)
 
     async def _status(self) -> int:
         """What the worker answers. Raises AttemptFailed."""

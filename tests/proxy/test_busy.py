@@ -1,5 +1,5 @@
-"""A worker that answers 503 has not taken the turn; a turn that is free to goes to another one, once. And what a worker's
-answers make of it, and of its sessions."""
+"""A worker that answers 503 has not taken the turn; a turn that is free to goes to another one, once. And what
+a worker's answers make of it, and of its sessions."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
-RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died")
+RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy")
 SESSION_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -41,6 +41,10 @@ SESSION_PATHS = (
     "/v1/embeddings",
     "other",
 )
+STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
+PROBE_RESULTS = ("good", "reachable", "misconfigured", "not_yet", "bad", "unreachable", "nameless")
+WORKER_STATES = ("starting", "up", "suspect", "down")
+SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "gone")
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
 
@@ -93,6 +97,13 @@ class Histogram:
         counts[bisect_left(self.bounds, value)] += 1
         total[0] += value
 
+    def forget(self) -> None:
+        self._cells.clear()
+
+    def adopt(self, labels: Labels, other: Histogram) -> None:
+        """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
+        self._cells[labels] = other._cells[()]
+
     def family(self) -> Metric:
         family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
         for cell, (counts, total) in self._cells.items():
@@ -102,6 +113,25 @@ class Histogram:
                 buckets.append((bound, seen))
             family.add_metric(cell, buckets, total[0])
         return family
+
+
+class WorkerCells:
+    """What is counted of one worker, in cells that it keeps itself: nothing is looked up by its name per turn."""
+
+    __slots__ = ("changes", "moved_from", "moved_to", "probes", "ttft", "turns")
+
+    def __init__(self) -> None:
+        self.turns: defaultdict[tuple[TurnOutcome, int], int] = defaultdict(int)
+        """By outcome and the worker's status, 0 where it gave none."""
+        self.ttft = Histogram("", "", _SECONDS)
+        self.probes: defaultdict[str, int] = defaultdict(int)
+        self.changes: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.moved_from = self.moved_to = 0
+
+    @property
+    def total(self) -> int:
+        """Turns that it was given."""
+        return sum(self.turns.values())
 
 
 class Metrics(Collector):
@@ -172,8 +202,35 @@ class Metrics(Collector):
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS
         )
+        # Of workers, who count by themselves.
+        self.worker_turns = Counter(
+            "coatcheck_worker_turns",
+            "Turns that a worker was given, by outcome and the class of its status.",
+            {"worker": (), "outcome": (), "status": STATUS_CLASSES},
+        )
+        self.worker_ttft = Histogram(
+            "coatcheck_worker_ttft_seconds",
+            "From a request's arrival to the first body byte from the worker, of completed turns.",
+            _SECONDS,
+            {"worker": ()},
+        )
+        self.worker_probes = Counter(
+            "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
+        )
+        self.worker_changes = Counter(
+            "coatcheck_worker_state_changes",
+            "Changes of a worker's state.",
+            {"worker": (), "before": WORKER_STATES, "after": WORKER_STATES},
+        )
+        self.worker_moves = Counter(
+            "coatcheck_worker_moves",
+            "Turns that left a lost worker with their session, and that came to another one so.",
+            {"worker": (), "direction": ("from", "to")},
+        )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
         self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []
+        self.workers: Callable[[], Iterable[tuple[str, WorkerCells]]] = tuple
+        """Those that there are now, by name: read when scraped."""
         self._models: set[str] = set()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -187,6 +244,10 @@ class Metrics(Collector):
     def gauges(self, name: str, text: str, label: str, read: Callable[[], Iterable[tuple[str, float]]]) -> None:
         """A gauge for each value of a label, read when scraped."""
         self._gauges.append((name, text, (label,), lambda: [((value,), number) for value, number in read()]))
+
+    def table(self, name: str, text: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
+        """A gauge for each of several labels' values, read when scraped."""
+        self._gauges.append((name, text, labels, read))
 
     def turn(self, model: str | None, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
@@ -204,6 +265,7 @@ class Metrics(Collector):
         self.unnamed.cells[name if (name,) in self.unnamed.cells else "other",] += 1
 
     def collect(self) -> Iterable[Metric]:
+        self._read_workers()
         for metric in vars(self).values():
             if isinstance(metric, Counter | Histogram):
                 yield metric.family()
@@ -212,6 +274,21 @@ class Metrics(Collector):
             for values, number in read():
                 gauge.add_metric(values, number)
             yield gauge
+
+    def _read_workers(self) -> None:
+        for metric in (self.worker_turns, self.worker_probes, self.worker_changes, self.worker_moves):
+            metric.cells.clear()
+        self.worker_ttft.forget()
+        for name, cells in self.workers():
+            for (outcome, status), count in cells.turns.items():
+                self.worker_turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
+            self.worker_ttft.adopt((name,), cells.ttft)
+            for result, count in cells.probes.items():
+                self.worker_probes.cells[name, result] = count
+            for (before, after), count in cells.changes.items():
+                self.worker_changes.cells[name, before, after] = count
+            self.worker_moves.cells[name, "from"] = cells.moved_from
+            self.worker_moves.cells[name, "to"] = cells.moved_to
 
     def describe(self) -> Iterable[Metric]:
         return []  # the registry need not ask `collect` for names when this is registered

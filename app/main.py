@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from app.admin import add_admin
-from app.config import Settings, Workers
+from app.config import Settings, Workers, state_folder
 from app.control import add_control_plane
 from app.fleet.models import ModelLists
 from app.fleet.policies import POLICIES
@@ -24,6 +24,7 @@ from app.listening import is_loopback
 from app.management import Management
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
+from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
@@ -144,6 +145,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 close_limit=settings.store.store_deadline,
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
+                endings=_ending_files(settings),
             )
             app.turns = Turns(
                 Shared(
@@ -236,6 +238,16 @@ async def open_claims(settings: Settings) -> ClaimStore:
     """The store that the settings name. Raises StoreConfigurationError."""
     several = settings.listen.processes > 1
     return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
+
+
+def _ending_files(settings: Settings) -> EndingFiles | None:
+    """Where closes outlive this process; None: claims do not, or this user has no folder for it."""
+    if settings.store.claims.lower().startswith("memory:"):
+        return None
+    try:
+        return EndingFiles(state_folder() / "endings", settings.store.claims)
+    except RuntimeError:
+        return None
 
 
 def _worker_tls(settings: Workers) -> ssl.SSLContext:

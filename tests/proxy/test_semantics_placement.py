@@ -380,7 +380,7 @@ async def _(rooms: Rooms) -> None:
         claim = await room.claim("s")
         assert claim is not None
         assert claim.value.worker == moved.worker
-        assert (len(room.served["w1"]), room.served_count) == (3, 4)
+        assert (len(room.served["w1"]), room.served_count) == (4, 5)
     async with rooms.open(workers=3) as room:
         assert (await room.turn("t", test="crash:w0,w1,w2")).refusal == (502, "workers_died")
         assert room.served_count == 2

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from app.admin import add_admin
-from app.config import Settings, Workers
+from app.config import Settings, Workers, state_folder
 from app.control import add_control_plane
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
@@ -27,6 +27,7 @@ from app.listening import is_loopback
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
 from app.sessions.affinity import Affinity
+from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
@@ -148,6 +149,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 close_limit=settings.store.store_deadline,
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
+                endings=_ending_files(settings),
             )
             app.turns = Turns(
                 Shared(
@@ -283,6 +285,16 @@ def make_prober(settings: Settings, fleet: Fleet) -> Prober:
             key_line=worker_key_line(settings.workers.key.encode()),
         ),
     )
+
+
+def _ending_files(settings: Settings) -> EndingFiles | None:
+    """Where closes outlive this process; None: claims do not, or this user has no folder for it."""
+    if settings.store.claims.lower().startswith("memory:"):
+        return None
+    try:
+        return EndingFiles(state_folder() / "endings", settings.store.claims)
+    except RuntimeError:
+        return None
 
 
 def _worker_tls(settings: Workers) -> ssl.SSLContext:

@@ -1,0 +1,109 @@
+"""What other replicas mean by a worker's name. Names should agree everywhere; where they do not, a claim that another
+replica has made is still served at the worker that it means, if that is one of ours, instead of being moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+
+from app.fleet.workers import Fleet, Target, Worker
+
+_LOOPBACK = ("localhost", "::1")
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """Where a replica says that a worker is, and how many data-parallel ranks it has (0: ranks mean nothing to it)."""
+
+    url: str
+    ranks: int = 0
+
+
+def address_of(url: str, host: str) -> str:
+    """A worker's URL, one spelling for all of a loopback's; `host` names the network that the loopback is of."""
+    parts = urlsplit(url)
+    name = (parts.hostname or "").rstrip(".")
+    if name in _LOOPBACK or name.startswith("127."):
+        return f"{parts.scheme}://loopback@{host}:{parts.port}{parts.path}"
+    return url
+
+
+class Names:
+    """The fleet's targets by what claims call them. While all replicas agree that is the fleet's own names, at no
+    cost."""
+
+    def __init__(self, fleet: Fleet, host: str = "") -> None:
+        """`host`: the network that this replica's loopback is of."""
+        self._fleet, self._host = fleet, host
+        self._meant: dict[tuple[str, str], Place] = {}
+        """By replica and name: what differs from ours, or is not here under that name."""
+        self._elsewhere: dict[str, Place] = {}
+        """By name alone, for claims whose maker is gone."""
+        self._made: dict[tuple[str, int | None], Target] = {}
+        """Targets that only others know: a rank of a worker of ours, or the whole of one that has ranks here."""
+
+    def learn(self, replicas: Mapping[str, tuple[str, Mapping[str, Place]]]) -> None:
+        """What all others say now: for each replica the network of its loopback, and its workers by their names."""
+        ours = {address_of(worker.url, self._host): worker for worker in self._fleet}
+        meant: dict[tuple[str, str], Place] = {}
+        elsewhere: dict[str, Place] = {}
+        for replica, (host, workers) in replicas.items():
+            for name, place in workers.items():
+                here = self._fleet.worker(name)
+                address = address_of(place.url, host)
+                if here is not None and place.ranks == _ranks(here) and address == address_of(here.url, self._host):
+                    continue
+                same = ours.get(address)
+                if same is None:
+                    continue
+                meant[replica, name] = local = Place(same.url, place.ranks)
+                if here is None:
+                    elsewhere[name] = local
+        self._meant, self._elsewhere = meant, elsewhere
+        if not meant:
+            self._made.clear()
+
+    def find(self, name: str, rank: int | None, replica: str = "") -> Target | None:
+        """The target that a claim of `replica` means; None: it is not in this fleet."""
+        if not self._meant:
+            return self._fleet.find(name, rank)
+        place = self._meant.get((replica, name)) or self._elsewhere.get(name)
+        if place is None:
+            return self._fleet.find(name, rank)
+        worker = next((worker for worker in self._fleet if worker.url == place.url), None)
+        if worker is None:
+            return self._fleet.find(name, rank)
+        return self._target(worker, rank, place.ranks)
+
+    def at(self, name: str, url: str, rank: int | None, host: str, ranks: int) -> Target | None:
+        """The target that a peer describes in full."""
+        wanted = address_of(url, host)
+        worker = next((each for each in self._fleet if address_of(each.url, self._host) == wanted), None)
+        if worker is None:
+            return self._fleet.find(name, rank)
+        return self._target(worker, rank, ranks)
+
+    def known_to_all(self, targets: Iterable[Target], replicas: Iterable[Mapping[str, Place]]) -> list[Target]:
+        """Those whose worker every other replica has under the same name."""
+        others = list(replicas)
+        return [target for target in targets if all(target.worker.name in workers for workers in others)]
+
+    def _target(self, worker: Worker, rank: int | None, ranks: int) -> Target | None:
+        for target in worker.targets:
+            if target.rank == rank:
+                return target
+        if rank is not None and rank >= ranks:
+            return None
+        made = self._made.get((worker.name, rank))
+        if made is None or made.worker is not worker:
+            made = self._made[worker.name, rank] = Target(worker, rank)
+        return made
+
+
+def _ranks(worker: Worker) -> int:
+    return sum(target.rank is not None for target in worker.targets)
+
+
+def place_of(worker: Worker) -> Place:
+    return Place(worker.url, _ranks(worker))

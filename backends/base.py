@@ -42,6 +42,9 @@ from typing import Protocol
 
 import msgspec
 
+from backends.events import Reset as Reset  # part of this contract
+from backends.registry import Registry
+
 LIFETIME = 1.25
 """The most that a store may stretch a TTL."""
 
@@ -134,14 +137,6 @@ class Deleted(msgspec.Struct, frozen=True):
     """Where revisions are ordered: only claims with a revision below this are gone. None: read again to know."""
 
 
-class Reset(msgspec.Struct, frozen=True):
-    """Events may have been missed: whatever was read before this must be read again before it is relied on."""
-
-    rewound: bool = False
-    """The store is not the one that was read before, or has gone back in time (wiped, restored from a backup): that a
-    claim is not there does not mean that it was closed."""
-
-
 Event = Deleted | Reset
 
 
@@ -151,6 +146,11 @@ class ClaimStore(Protocol):
     @property
     def across_processes(self) -> bool:
         """Processes on one host agree; `open_store` refuses a store that lacks it where the deployment needs it."""
+        ...
+
+    @property
+    def registry(self) -> Registry:
+        """The records beside the claims (`backends.registry`): always the same object, which ends with the store."""
         ...
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:

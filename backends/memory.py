@@ -1,4 +1,4 @@
-"""Claims in this process's memory.
+"""Claims, and the records beside them, in this process's memory.
 
 Promises that a read which starts after a write has returned sees it (LINEARIZABLE), exact expiry at 1.25 x TTL, and
 stamps. It does not reach other processes, and its claims go with the process: for one replica, and for tests.
@@ -15,6 +15,7 @@ import itertools
 import time
 from array import array
 from collections.abc import AsyncIterator, Callable
+from math import inf
 
 import msgspec
 
@@ -31,6 +32,7 @@ from backends.base import (
     StoreUnavailable,
 )
 from backends.fanout import MAILBOX_SIZE, FanOut
+from backends.registry import Put, RegistryChange, RegistryEvent, Removed, by_name, check_kind, check_name, check_record
 
 STAMP_SLOTS = 1 << 16
 
@@ -57,9 +59,14 @@ class MemoryStore:
         self._expiries: list[tuple[float, str, int]] = []
         self._revisions = itertools.count(1)
         self._stamps = array("Q", bytes(8 * STAMP_SLOTS))
-        self._fanout = FanOut(mailbox_size)
+        self._fanout: FanOut[Deleted] = FanOut(mailbox_size)
+        self._registry = MemoryRegistry(clock, mailbox_size)
         self._alarm: asyncio.TimerHandle | None = None
         self._closed = False
+
+    @property
+    def registry(self) -> MemoryRegistry:
+        return self._registry
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         now = self._begin()
@@ -117,6 +124,7 @@ class MemoryStore:
             self._alarm.cancel()
             self._alarm = None
         self._fanout.end()
+        self._registry.end()
 
     def _begin(self) -> float:
         """Now, with everything gone that has expired by now."""
@@ -163,3 +171,97 @@ class MemoryStore:
         self._begin()
         if self._expiries:
             self._set_alarm()
+
+
+class MemoryRegistry:
+    """Records in this process's memory, which end exactly at their TTL. As above, each call is atomic."""
+
+    def __init__(self, clock: Callable[[], float], mailbox_size: int = MAILBOX_SIZE) -> None:
+        self._clock = clock
+        self._mailbox_size = mailbox_size
+        self._records: dict[str, dict[str, tuple[bytes, float]]] = {}
+        """By kind and name: the value, and when it ends."""
+        self._watchers: dict[str, FanOut[RegistryChange]] = {}
+        """By kind, for those that somebody watches."""
+        self._alarm: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    async def put(self, kind: str, name: str, value: bytes, ttl: float | None) -> None:
+        check_record(kind, name, value, ttl)
+        now = self._begin()
+        records = self._records.setdefault(kind, {})
+        known = records.get(name)
+        records[name] = (value, inf if ttl is None else now + ttl)
+        if known is None or known[0] != value:
+            self._publish(kind, Put(name, value))
+        self._set_alarm()
+
+    async def remove(self, kind: str, name: str) -> None:
+        check_name(kind, name)
+        self._begin()
+        self._remove(kind, name)
+
+    async def list(self, kind: str) -> dict[str, bytes]:
+        check_kind(kind)
+        self._begin()
+        return {name: value for name, (value, _) in self._records.get(kind, {}).items()}
+
+    def watch(self, kind: str) -> AsyncIterator[RegistryEvent]:
+        check_kind(kind)
+        return self._watch(kind)
+
+    async def _watch(self, kind: str) -> AsyncIterator[RegistryEvent]:
+        self._begin()
+        watchers = self._watchers.setdefault(kind, FanOut(self._mailbox_size, by_name))
+        mailbox = watchers.join()
+        mailbox.put(Reset())
+        try:
+            async for event in mailbox:
+                yield event
+        finally:
+            watchers.leave(mailbox)
+            if not watchers:
+                self._watchers.pop(kind, None)
+
+    def end(self) -> None:
+        self._closed = True
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        for watchers in tuple(self._watchers.values()):
+            watchers.end()
+
+    def _begin(self) -> float:
+        """Now, with everything gone that has ended by now. There are few records: each is looked at."""
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
+        now = self._clock()
+        for kind, records in tuple(self._records.items()):
+            for name in [name for name, (_, ends_at) in records.items() if ends_at <= now]:
+                self._remove(kind, name)
+        return now
+
+    def _remove(self, kind: str, name: str) -> None:
+        records = self._records.get(kind, {})
+        if records.pop(name, None) is not None:
+            self._publish(kind, Removed(name))
+            if not records:
+                del self._records[kind]
+
+    def _publish(self, kind: str, event: RegistryChange) -> None:
+        if kind in self._watchers:
+            self._watchers[kind].publish(event)
+
+    def _set_alarm(self) -> None:
+        """One timer, for the next end: watchers hear of it though nobody calls."""
+        soonest = min((ends_at for records in self._records.values() for _, ends_at in records.values()), default=inf)
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        if soonest < inf:
+            delay = max(0.0, soonest - self._clock()) + 0.001
+            self._alarm = asyncio.get_running_loop().call_later(delay, self._ring)
+
+    def _ring(self) -> None:
+        self._begin()
+        self._set_alarm()

@@ -19,17 +19,23 @@ alive any more it raises `StoreUnavailable`; it never falls silent.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import AsyncIterator
 from typing import Protocol
 
 import msgspec
 
-from backends.base import Reset
+from backends.events import Reset
 
 MAX_NAME = 128
 """Characters of a record's name, visible ASCII; a kind is up to 32 lower-case letters and hyphens."""
 MAX_VALUE = 65_536
 """Bytes of a record's value."""
+
+
+_KIND = re.compile(r"[a-z-]{1,32}")
+_NAME = re.compile(rf"[!-~]{{1,{MAX_NAME}}}")
 
 
 class Put(msgspec.Struct, frozen=True):
@@ -45,11 +51,12 @@ class Removed(msgspec.Struct, frozen=True):
     name: str
 
 
-RegistryEvent = Put | Removed | Reset
+RegistryChange = Put | Removed
+RegistryEvent = RegistryChange | Reset
 
 
 class Registry(Protocol):
-    """See the module's docstring for what each method promises. ValueError: a kind, name or value out of bounds."""
+    """See the module's docstring for what each method promises. ValueError: an argument is out of bounds."""
 
     async def put(self, kind: str, name: str, value: bytes, ttl: float | None) -> None:
         """Make the record, or replace it. `ttl` in seconds; None: until it is removed.
@@ -69,3 +76,30 @@ class Registry(Protocol):
     def watch(self, kind: str) -> AsyncIterator[RegistryEvent]:
         """Changes from now on. Raises StoreUnavailable from the iterator. Several may watch one kind at once."""
         ...
+
+
+def by_name(change: RegistryChange) -> str:
+    """The subject of a change (see `backends.fanout`): only the last of each name need wait for a slow watcher."""
+    return change.name
+
+
+def check_kind(kind: str) -> None:
+    """Raises ValueError."""
+    if not _KIND.fullmatch(kind):
+        raise ValueError(f"{kind!r} is no kind of record: up to 32 lower-case letters and hyphens")
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raises ValueError."""
+    check_kind(kind)
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name of a record: up to {MAX_NAME} visible ASCII characters")
+
+
+def check_record(kind: str, name: str, value: bytes, ttl: float | None) -> None:
+    """Raises ValueError."""
+    check_name(kind, name)
+    if len(value) > MAX_VALUE:
+        raise ValueError(f"the value of {name!r} is {len(value)} bytes, at most {MAX_VALUE} are allowed")
+    if ttl is not None and not 0 < ttl < math.inf:
+        raise ValueError(f"the ttl of {name!r} is {ttl}, should be a positive number of seconds, or None")

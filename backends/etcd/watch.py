@@ -25,7 +25,7 @@ class Deletions:
         self._first, self._end = first, end
         self._watches: set[asyncio.Task[None]] = set()
 
-    def begin(self, mailbox: Mailbox) -> asyncio.Task[None]:
+    def begin(self, mailbox: Mailbox[Deleted]) -> asyncio.Task[None]:
         """Fill the mailbox until the task is cancelled, the watch ends, or all are closed."""
         task = asyncio.get_running_loop().create_task(self._fill(mailbox))
         self._watches.add(task)
@@ -38,7 +38,7 @@ class Deletions:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _fill(self, mailbox: Mailbox) -> None:
+    async def _fill(self, mailbox: Mailbox[Deleted]) -> None:
         try:
             while not self._cluster.closed:
                 await self._watch(mailbox)
@@ -52,7 +52,7 @@ class Deletions:
         finally:
             mailbox.end()
 
-    async def _watch(self, mailbox: Mailbox) -> None:
+    async def _watch(self, mailbox: Mailbox[Deleted]) -> None:
         """One watch until it ends. Returns when a new one may follow at once (compaction); else StoreUnavailable."""
         skip = len(self._prefix)
         async with self._cluster.open_watch(self._first, self._end, filters=[rpc.WatchCreateRequest.NOPUT]) as watch:
@@ -69,7 +69,7 @@ class Subscription:
 
     def __init__(self, deletions: Deletions) -> None:
         self._deletions = deletions
-        self._mailbox = Mailbox(MAILBOX_SIZE)
+        self._mailbox: Mailbox[Deleted] = Mailbox(MAILBOX_SIZE)
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 

@@ -42,7 +42,7 @@ class Watch:
         self._claims = claims
         self._threads = threads
         self._poll = poll
-        self._fanout = FanOut()
+        self._fanout: FanOut[Deleted] = FanOut()
         self._walking = asyncio.Lock()
         self._warned = False
         # While somebody subscribes: the task that follows, whether it has said Reset, and what it knows.

@@ -25,6 +25,7 @@ from backends.base import (
     Reset,
     StoreUnavailable,
 )
+from backends.registry import Registry
 
 T = TypeVar("T")
 
@@ -119,6 +120,10 @@ class ScriptedStore:
         return self._inner.across_processes
 
     # -- the contract
+
+    @property
+    def registry(self) -> Registry:
+        return self._inner.registry
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         return await self._call("create", lambda: self._inner.create_or_get(key, proposal, ttl))

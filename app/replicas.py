@@ -357,9 +357,7 @@ class Replicas:
 
     def _tell_peers(self) -> None:
         reachable = [
-            Peer(
-                record.replica, record.incarnation, record.host, record.port, record.token, record.network, record.store
-            )
+            Peer(record.replica, record.incarnation, record.host, record.port, record.token, record.store)
             for record in (seen.record for seen in self._seen.values())
             # A loopback is its own machine's alone.
             if record.port and (record.network == self._me.network or not _is_loopback(record.host))

@@ -3,7 +3,7 @@ replica has made is still served at the worker that it means, if that is one of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -20,12 +20,24 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     ranks: int = 0
 
 
-def address_of(url: str, host: str) -> str:
-    """A worker's URL, one spelling for all of a loopback's; `host` names the network that the loopback is of."""
+class Spot(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A target, as one replica describes it to another."""
+
+    worker: str
+    url: str
+    rank: int | None = None
+    ranks: int = 0
+    """Of the worker."""
+    network: str = ""
+    """Names the network that the replica's loopback is of."""
+
+
+def address_of(url: str, network: str) -> str:
+    """A worker's URL, one spelling for all of a loopback's; `network` names what that loopback is of."""
     parts = urlsplit(url)
     name = (parts.hostname or "").rstrip(".")
     if name in _LOOPBACK or name.startswith("127."):
-        return f"{parts.scheme}://loopback@{host}:{parts.port}{parts.path}"
+        return f"{parts.scheme}://loopback@{network}:{parts.port}{parts.path}"
     return url
 
 
@@ -33,9 +45,9 @@ class Names:
     """The fleet's targets by what claims call them. While all replicas agree that is the fleet's own names, at no
     cost."""
 
-    def __init__(self, fleet: Fleet, host: str = "") -> None:
-        """`host`: the network that this replica's loopback is of."""
-        self._fleet, self._host = fleet, host
+    def __init__(self, fleet: Fleet, network: str = "") -> None:
+        """`network` names what this replica's loopback is of."""
+        self._fleet, self._network = fleet, network
         self._meant: dict[tuple[str, str], Place] = {}
         """By replica and name: what differs from ours, or is not here under that name."""
         self._elsewhere: dict[str, Place] = {}
@@ -45,14 +57,14 @@ class Names:
 
     def learn(self, replicas: Mapping[str, tuple[str, Mapping[str, Place]]]) -> None:
         """What all others say now: for each replica the network of its loopback, and its workers by their names."""
-        ours = {address_of(worker.url, self._host): worker for worker in self._fleet}
+        ours = {address_of(worker.url, self._network): worker for worker in self._fleet}
         meant: dict[tuple[str, str], Place] = {}
         elsewhere: dict[str, Place] = {}
-        for replica, (host, workers) in replicas.items():
+        for replica, (network, workers) in replicas.items():
             for name, place in workers.items():
                 here = self._fleet.worker(name)
-                address = address_of(place.url, host)
-                if here is not None and place.ranks == _ranks(here) and address == address_of(here.url, self._host):
+                address = address_of(place.url, network)
+                if here is not None and place.ranks == _ranks(here) and address == address_of(here.url, self._network):
                     continue
                 same = ours.get(address)
                 if same is None:
@@ -76,18 +88,20 @@ class Names:
             return self._fleet.find(name, rank)
         return self._target(worker, rank, place.ranks)
 
-    def at(self, name: str, url: str, rank: int | None, host: str, ranks: int) -> Target | None:
-        """The target that a peer describes in full."""
-        wanted = address_of(url, host)
-        worker = next((each for each in self._fleet if address_of(each.url, self._host) == wanted), None)
-        if worker is None:
-            return self._fleet.find(name, rank)
-        return self._target(worker, rank, ranks)
+    def spot(self, target: Target) -> Spot:
+        place = place_of(target.worker)
+        return Spot(target.worker.name, place.url, target.rank, place.ranks, self._network)
 
-    def known_to_all(self, targets: Iterable[Target], replicas: Iterable[Mapping[str, Place]]) -> list[Target]:
-        """Those whose worker every other replica has under the same name."""
-        others = list(replicas)
-        return [target for target in targets if all(target.worker.name in workers for workers in others)]
+    def at(self, spot: Spot) -> Target | None:
+        """The target that a peer describes; None: it is not in this fleet."""
+        worker = self._fleet.worker(spot.worker)
+        wanted = address_of(spot.url, spot.network)
+        if worker is None or address_of(worker.url, self._network) != wanted:
+            here = (each for each in self._fleet if address_of(each.url, self._network) == wanted)
+            worker = next(here, None)
+        if worker is None:
+            return self._fleet.find(spot.worker, spot.rank)
+        return self._target(worker, spot.rank, spot.ranks)
 
     def _target(self, worker: Worker, rank: int | None, ranks: int) -> Target | None:
         for target in worker.targets:

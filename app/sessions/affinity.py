@@ -20,10 +20,13 @@ from typing import Any
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.names import Names
 from app.fleet.policies import Policy, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
+from app.sessions.desk import Desk
 from app.sessions.entries import Entries, Entry, Snapshot, View
+from app.sessions.peers import Ask, Peers
 from app.sessions.upkeep import Claims, Closer, Renewer, StoreState, Tasks, at_once, watch
 from backends.base import Claim, ClaimStore, StoreError
 from backends.singleflight import SingleFlight
@@ -218,6 +221,8 @@ class _Resolver:
         claims: Claims,
         closer: Closer,
         fleet: Fleet,
+        names: Names,
+        peers: Peers,
         policy: Policy,
         metrics: Metrics,
         *,
@@ -225,6 +230,7 @@ class _Resolver:
         parent_slack: int,
     ) -> None:
         self._entries, self._claims, self._closer = entries, claims, closer
+        self._names, self._peers = names, peers
         self._fleet, self._policy, self._metrics = fleet, policy, metrics
         self._refuse, self._parent_slack = refuse, parent_slack
         self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
@@ -237,7 +243,7 @@ class _Resolver:
         if claims.state is StoreState.UP:
             await self._closer.wait(key)
         if claims.state is StoreState.AWAY:
-            return self._without_store(key, known, placement)
+            return await self._by_peers(key, known, placement)
         snapshot = self._entries.snapshot(key)
         try:
             claimed = known is not None and known.claim is not None
@@ -250,7 +256,7 @@ class _Resolver:
                         self._entries.forget(key)
                     known = None
                 if claims.state is StoreState.READ_ONLY:
-                    return self._without_store(key, known, placement)
+                    return await self._by_peers(key, known, placement)
             if known is not None:
                 target = known.target
             elif placement.refusal is not None:
@@ -261,7 +267,7 @@ class _Resolver:
                 outcome = await claims.create(key, target, 0, kept=placement.kept)
             return await self._adopt(outcome.claim, "created" if outcome.created else "stored", placement, snapshot)
         except StoreError:
-            return self._without_store(key, known, placement)
+            return await self._by_peers(key, known, placement)
 
     async def keep(self, key: str, target: Target) -> tuple[Entry, str]:
         """Have what `target` has just made claimed there: a claim that says another target is of something that is no
@@ -288,7 +294,7 @@ class _Resolver:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where."""
         elsewhere = Placement(tuple(target for target in placement.candidates if target.worker.name not in lost))
         if self._claims.state is not StoreState.UP:
-            return self._without_store(key, None, elsewhere, lost)
+            return await self._move_by_peers(key, elsewhere, lost)
         # One turn that finds several workers lost, one after the other, is one move.
         if len(lost) <= 1 and not self._may_move(key):
             raise TurnError(
@@ -303,17 +309,49 @@ class _Resolver:
                     await self._claims.close(claim)
                 generation = 0 if claim is None else claim.value.generation + 1
                 outcome = await self._claims.create(key, target, generation)
-            there = self._fleet.find(outcome.claim.value.worker, outcome.claim.value.rank)
+            there = self._named(outcome.claim)
             if there is not None:
                 return self._entries.note(outcome.claim, there, snapshot), "rebound"
         except StoreError:
-            pass
-        # Or another replica's fleet differs; do not fight it.
+            return await self._move_by_peers(key, elsewhere, lost)
+        # Another replica's fleet differs; do not fight it.
         return self._without_store(key, None, elsewhere, lost)
+
+    def _named(self, claim: Claim) -> Target | None:
+        return self._names.find(claim.value.worker, claim.value.rank, claim.value.replica)
+
+    async def _by_peers(
+        self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str] = frozenset()
+    ) -> tuple[Entry, str]:
+        """Without the store here: by a peer's word, where one has the store or the session is not known here; else as
+        we would by ourselves."""
+        if self._peers and (known is None or self._peers.any_up):
+            ask = Ask(
+                "bind",
+                key,
+                at=tuple(map(self._names.spot, placement.candidates)),
+                parent=placement.parent or "",
+                lost=tuple(sorted(lost)),
+                standing=placement.refusal is not None,
+                kept=placement.kept,
+            )
+            found = await self._peers.find(ask)
+            if found is not None:
+                told, target = found
+                return self._entries.hearsay(told.claim(key), key, target, kept=placement.kept), told.how or (
+                    "degraded" if told.value is None else "stored"
+                )
+        return self._without_store(key, known, placement, lost)
+
+    async def _move_by_peers(self, key: str, placement: Placement, lost: frozenset[str]) -> tuple[Entry, str]:
+        entry, _ = moved = await self._by_peers(key, None, placement, lost)
+        if entry.claim is None:
+            await self._peers.tell("moved", key, None, entry.target)
+        return moved
 
     async def _adopt(self, claim: Claim, how: str, placement: Placement, snapshot: Snapshot) -> tuple[Entry, str]:
         name = claim.value.worker
-        target = self._fleet.find(name, claim.value.rank)
+        target = self._named(claim)
         if target is not None:
             return self._entries.note(claim, target, snapshot, kept=placement.kept), how
         if placement.kept:
@@ -364,7 +402,7 @@ class _Resolver:
         if entry is not None:
             return entry.target
         claim = await self._claims.get(parent)
-        return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
+        return None if claim is None else self._named(claim)
 
     def _candidates(self, lost: frozenset[str]) -> list[Target]:
         candidates = self._fleet.candidates(lost)
@@ -403,6 +441,8 @@ class Affinity:
         close_limit: float = 2.0,
         parent_slack: int = 16,
         log_share: float = 0.0,
+        names: Names | None = None,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`ttl`, `kept_ttl` (of what workers keep; 0: as `ttl`), `max_stale`, `close_limit` in seconds; `capacity` in
@@ -429,10 +469,23 @@ class Affinity:
             meanwhile="refused" if refuse_on_outage else "placed by hash until it returns",
             returned=self._reconcile,
         )
-        self._closer = closer = Closer(entries, claims, metrics, tasks, limit=close_limit)
+        self._names = names = names or Names(fleet)
+        peers = peers if peers is not None else Peers(replica, names, metrics)
+        self._closer = closer = Closer(entries, claims, peers, metrics, tasks, limit=close_limit)
+        self.desk = Desk(entries, claims, closer, names, self._bind_for_peer)
+        """Answers the other replicas."""
         self._renewer = Renewer(entries, claims, tasks)
         self._resolver = _Resolver(
-            entries, claims, closer, fleet, policy, metrics, refuse=refuse_on_outage, parent_slack=parent_slack
+            entries,
+            claims,
+            closer,
+            fleet,
+            names,
+            peers,
+            policy,
+            metrics,
+            refuse=refuse_on_outage,
+            parent_slack=parent_slack,
         )
         self._flights: SingleFlight[str, tuple[Entry, str]] = SingleFlight(outlives=False)
 
@@ -459,6 +512,10 @@ class Affinity:
     @property
     def size(self) -> int:
         return len(self._entries)
+
+    def targets(self) -> list[Target]:
+        """Of all sessions known here."""
+        return [entry.target for entry in self._entries]
 
     @property
     def active_turns(self) -> int:
@@ -520,6 +577,20 @@ class Affinity:
 
     # -- from outside a turn
 
+    async def _bind_for_peer(self, ask: Ask, targets: tuple[Target, ...]) -> tuple[Entry, str]:
+        """For one that cannot reach the store. Raises TurnError."""
+        refusal = TurnError("store_unavailable", "no claim stands") if ask.standing else None
+        placement = Placement(targets, ask.parent or None, refusal, ask.kept)
+        binding = self.session(ask.key, final=False)
+        try:
+            await binding.bind(placement)
+            if binding.target.worker.name in ask.lost:
+                await binding.rebind(frozenset(ask.lost), placement)
+            assert binding._entry is not None
+            return binding._entry, binding.how
+        finally:
+            binding.release()
+
     async def look_up(self, key: str) -> View:
         """What is known of a session. Never creates or renews."""
         entry = self._entries.find(key)
@@ -533,7 +604,8 @@ class Affinity:
                 raise TurnError("store_unavailable", "the claim store cannot be reached") from None
             return view
         if claim is not None:
-            return View(key, claim, self._fleet.find(claim.value.worker, claim.value.rank), view.active, "store")
+            there = self._names.find(claim.value.worker, claim.value.rank, claim.value.replica)
+            return View(key, claim, there, view.active, "store")
         return view if view.source == "degraded" else View(key, None, None, view.active, "none")
 
     async def end(self, key: str) -> str:

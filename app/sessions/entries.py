@@ -178,6 +178,20 @@ class Entries:
         entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
         return entry
 
+    def hearsay(self, claim: Claim | None, key: str, target: Target, *, kept: bool = False) -> Entry:
+        """Note where another replica says that the session is, and by which claim, if any. It is not proven: what
+        uses it next asks again, the store if it can."""
+        entry = self.find(key)
+        same = entry is not None and (entry.target is target if claim is None else entry.continues(claim, target))
+        if entry is None or not same:
+            entry = Entry(key, target)
+            entry.kept = kept
+            self.install(entry)
+        if claim is not None:
+            entry.claim = claim
+        entry.unprove()
+        return entry
+
     def refresh(self, entry: Entry, claim: Claim) -> None:
         """The claim stood just now. That does not prove what the watch missed."""
         entry.claim = claim

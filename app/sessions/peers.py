@@ -22,7 +22,7 @@ from typing import Protocol
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError
-from app.fleet.names import Names
+from app.fleet.names import Names, Spot
 from app.fleet.policies import rank_by_hash
 from app.fleet.workers import Target
 from app.http.calling import call
@@ -65,19 +65,11 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     at: tuple[Spot, ...] = ()
     """bind: where it may be placed, should no claim stand; empty: anywhere. moved: where it is now."""
     parent: str = ""
+    lost: tuple[str, ...] = ()
+    """bind: workers that cannot be reached; a claim that names one is replaced."""
     standing: bool = False
     """bind: only a claim that stands will do."""
     kept: bool = False
-
-
-class Spot(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A target, as one replica calls it."""
-
-    worker: str
-    url: str
-    rank: int | None = None
-    ranks: int = 0
-    """Of the worker."""
 
 
 class Known(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -136,9 +128,8 @@ class Peer(msgspec.Struct, frozen=True):
     host: str
     port: int
     token: str
-    network: str
-    """Names the network that its loopback is of."""
     state: str
+    """Of its store."""
 
 
 class Peers:
@@ -190,29 +181,30 @@ class Peers:
         if not links:
             return None
         told = await self._all(links, msgspec.structs.replace(ask, do="where", at=()), _WHERE_WAIT)
-        known = [(self._meant(each, link), each) for link, each in told if each.spot is not None and not each.ended]
-        best = max(known, key=_trust) if (known := [pair for pair in known if pair[0] is not None]) else None
-        if best is not None and best[1].proven:
+        known = [(each, target) for each in told if (target := self._meant(each)) is not None and not each.ended]
+        known = [pair for pair in known if pair[1].worker.name not in ask.lost]
+        best = max(known, key=_trust, default=None)
+        if best is not None and best[0].proven:
             return self._found("where", best)
-        if best is not None and best[1].value is None and best[0] is not None:
+        if best is not None and best[0].value is None:
             # What was served is the truth: a claim that is made now says so.
-            ask = msgspec.structs.replace(ask, at=(spot_of(best[0]),), standing=False)
+            ask = msgspec.structs.replace(ask, at=(self._names.spot(best[1]),), standing=False)
         for link in sorted(self._usable(), key=lambda link: rank_by_hash(ask.key, link.peer.incarnation)):
             if link.up:
                 answer = await _within(link.slow.ask(ask), _SLOW_WAIT)
                 if answer is None or answer.spot is None:
                     link.doubt()
                     continue
-                target = self._meant(answer, link)
-                if target is not None:
-                    return self._found("bind", (target, answer))
+                target = self._meant(answer)
+                if target is not None and target.worker.name not in ask.lost:
+                    return self._found("bind", (answer, target))
         return None if best is None else self._found("where", best)
 
     async def tell(self, do: str, key: str, revision: int | None, at: Target | None = None) -> None:
         """closed, ended, moved: returns when all have heard it, or after a limit."""
         links = self._usable()
         if links:
-            spots = () if at is None else (spot_of(at),)
+            spots = () if at is None else (self._names.spot(at),)
             await self._all(links, Ask(do, key, revision, spots), _CLOSED_WAIT)
 
     async def close_for_us(self, key: str, revision: int | None) -> str | None:
@@ -229,42 +221,31 @@ class Peers:
         now = self._clock()
         return [link for link in self._links.values() if now >= link.left_out_until and not link.gone]
 
-    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float) -> list[tuple[_Link, Known]]:
-        waiting = [(link, link.quick.ask(ask)) for link in links]
-        await asyncio.wait([future for _, future in waiting], timeout=seconds)
+    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float) -> list[Known]:
+        waiting = [link.quick.ask(ask) for link in links]
+        await asyncio.wait(waiting, timeout=seconds)
         answers = []
-        for link, future in waiting:
+        for future in waiting:
             if not future.done():
                 future.cancel()
                 self._metrics.peer_calls.inc(ask.do, "late")
             elif (answer := future.result()) is not None:
-                answers.append((link, answer))
+                answers.append(answer)
         return answers
 
-    def _meant(self, known: Known, link: _Link) -> Target | None:
-        spot = known.spot
-        if spot is None:
-            return None
-        return self._names.at(spot.worker, spot.url, spot.rank, link.peer.network, spot.ranks)
+    def _meant(self, known: Known) -> Target | None:
+        return None if known.spot is None else self._names.at(known.spot)
 
-    def _found(self, by: str, best: tuple[Target | None, Known]) -> tuple[Known, Target]:
+    def _found(self, by: str, found: tuple[Known, Target]) -> tuple[Known, Target]:
         self._metrics.peer_found.inc(by)
-        target, known = best
-        assert target is not None
-        return known, target
+        return found
 
 
-def _trust(pair: tuple[Target | None, Known]) -> tuple[bool, bool, int, int, str]:
-    target, known = pair
+def _trust(found: tuple[Known, Target]) -> tuple[bool, bool, int, int, str]:
+    """Greater for what is rather to be believed; the last word is the same on every replica."""
+    known, target = found
     generation = known.value.generation if known.value is not None else 0
-    name = target.worker.name if target is not None else ""
-    return known.proven, known.value is not None, generation, known.active, name
-
-
-def spot_of(target: Target) -> Spot:
-    worker = target.worker
-    ranks = sum(each.rank is not None for each in worker.targets)
-    return Spot(worker.name, worker.url, target.rank, ranks)
+    return known.proven, known.value is not None, generation, known.active, target.worker.name
 
 
 async def _within(future: asyncio.Future[Known | None], seconds: float) -> Known | None:
@@ -354,7 +335,8 @@ class _Line:
             del self._waiting[:_AT_ONCE]
             if not asked:
                 continue
-            outcome, answers = "failed", [None] * len(asked)
+            outcome = "failed"
+            answers: list[Known | None] = [None] * len(asked)
             try:
                 answers = await self._post([ask for ask, _ in asked])
                 outcome = "ok"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from app.fleet.workers import Target
 from app.metrics import Metrics
 from app.sessions.entries import Entries, Entry
+from app.sessions.peers import Peers
 from backends.base import (
     LIFETIME,
     Claim,
@@ -202,9 +203,11 @@ async def watch(store: ClaimStore, entries: Entries, metrics: Metrics) -> None:
 class Closer:
     """Closes the claims of sessions that have ended, again and again until it is done or the claim has expired."""
 
-    def __init__(self, entries: Entries, claims: Claims, metrics: Metrics, tasks: Tasks, *, limit: float) -> None:
+    def __init__(
+        self, entries: Entries, claims: Claims, peers: Peers, metrics: Metrics, tasks: Tasks, *, limit: float
+    ) -> None:
         """`limit`: seconds that anybody waits for a close; it goes on in the background."""
-        self._entries, self._claims, self._metrics, self._tasks = entries, claims, metrics, tasks
+        self._entries, self._claims, self._peers, self._metrics, self._tasks = entries, claims, peers, metrics, tasks
         self._limit = limit
         self._closings: dict[str, asyncio.Task[None]] = {}
         """The latest of each session; it waits for the one before it."""
@@ -212,15 +215,18 @@ class Closer:
     def __len__(self) -> int:
         return len(self._closings)
 
+    def is_closing(self, key: str) -> bool:
+        return key in self._closings
+
     def begin(self, entry: Entry) -> asyncio.Task[None] | None:
         """End what is known of the session here, and begin to close its claim if it has one."""
         if self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
         claim, entry.claim, entry.closing = entry.claim, None, False
         entry.unprove()
-        if claim is None:
+        if claim is None and (self._claims.state is StoreState.UP or not self._peers):
             return None
-        task = self._tasks.spawn(self._close(claim, self._closings.get(entry.key)))
+        task = self._tasks.spawn(self._close(entry.key, claim, self._closings.get(entry.key)))
         self._closings[entry.key] = task
         task.add_done_callback(lambda done: self._closed(entry.key, done))
         return task
@@ -241,9 +247,13 @@ class Closer:
         if self._closings.get(key) is task:
             del self._closings[key]
 
-    async def _close(self, claim: Claim, earlier: asyncio.Task[None] | None) -> None:
+    async def _close(self, key: str, claim: Claim | None, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await asyncio.wait({earlier})
+        if self._claims.state is not StoreState.UP and await self._close_by_peers(key, claim):
+            return
+        if claim is None:
+            return
         until = claim.expires_at or self._claims.clock() + LIFETIME * self._claims.ttl
         delay = 0.05
         while True:
@@ -253,13 +263,28 @@ class Closer:
                 if self._claims.clock() >= until:
                     self._metrics.closes.inc("expired")
                     return
+                if await self._close_by_peers(key, claim):
+                    return
                 await self._claims.pause(delay)
                 delay = min(2 * delay, _LONGEST_PAUSE)
             else:
                 self._metrics.closes.inc(outcome.value)
                 if outcome is CloseOutcome.SUPERSEDED:
                     log.debug("a final turn found its claim superseded; the successor stands")
+                await self._peers.tell("closed", claim.key, claim.revision)
                 return
+
+    async def _close_by_peers(self, key: str, claim: Claim | None) -> bool:
+        """Without the store here: whether a peer that has it has closed the claim. All are told that the session has
+        ended, so that none claims it again."""
+        if not self._peers:
+            return False
+        revision = None if claim is None else claim.revision
+        await self._peers.tell("ended", key, revision)
+        outcome = await self._peers.close_for_us(key, revision)
+        if outcome is not None:
+            self._metrics.closes.inc(outcome)
+        return outcome is not None
 
 
 class Renewer:

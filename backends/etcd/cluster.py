@@ -169,16 +169,18 @@ class Cluster:
                 return answer
 
     @contextlib.asynccontextmanager
-    async def open_watch(self, first: bytes, end: bytes, *, filters: Sequence[int] = ()) -> AsyncIterator[Watch]:
+    async def open_watch(
+        self, first: bytes, end: bytes, *, filters: Sequence[int] = (), previous: bool = False
+    ) -> AsyncIterator[Watch]:
         """The changes of all keys from `first` to before `end`, from the moment of entering on; `filters` as
-        etcd's WatchCreateRequest has them. Raises StoreUnavailable."""
+        etcd's WatchCreateRequest has them; `previous`: with what stood before. Raises StoreUnavailable."""
         for last_try in (False, True):
             if not self._logged_in:
                 await self._log_in(self._metadata, self.until())
             endpoint, metadata = self.endpoints[self._current], self._metadata
             async with contextlib.aclosing(Watch(self, endpoint, metadata, self._progress_interval)) as watch:
                 try:
-                    await watch.begin(first, end, filters)
+                    await watch.begin(first, end, filters, previous)
                 except Refused:
                     # Some versions say "permission denied" for an expired token.
                     if last_try or not self._url.user:
@@ -267,9 +269,11 @@ class Watch:
         self._call = endpoint.watch(metadata=metadata)
         self._pings: asyncio.Task[None] | None = None
 
-    async def begin(self, first: bytes, end: bytes, filters: Sequence[int]) -> None:
+    async def begin(self, first: bytes, end: bytes, filters: Sequence[int], previous: bool) -> None:
         """Raises Refused where a new login may help, and StoreUnavailable."""
-        create = rpc.WatchCreateRequest(key=first, range_end=end, filters=filters, progress_notify=True, fragment=True)
+        create = rpc.WatchCreateRequest(
+            key=first, range_end=end, filters=filters, prev_kv=previous, progress_notify=True, fragment=True
+        )
         deadline = self._cluster.deadline
         with self._explained():
             async with asyncio.timeout(deadline):

@@ -8,10 +8,11 @@ is never shortened. A cluster restored from an older backup repeats revisions, w
 routers first. Full (NOSPACE), etcd refuses new claims and renewals, 3.5.1 also closes; reads go on.
 
 **Keys.** `prefix/<hex key>`; create_revision is the claim's revision. Creation, close and renewal are one transaction
-each, and each is safe to send twice: nonce, create_revision and mod_revision tell that the first one landed.
+each, and each is safe to send twice: nonce, create_revision and mod_revision tell that the first one landed. What
+begins with `prefix/~` is no claim: the probe of `check`, and the registry's.
 
 Below it: `cluster` (endpoints, login, deadlines), `leases` (how long claims live), `batches` (creates that go
-together), `watch` (what is told of deletions).
+together), `watch` (what is told of keys), `registry` (the records beside the claims).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from backends.base import (
     ClaimOutcome,
     ClaimValue,
     CloseOutcome,
+    Deleted,
     OutcomeUnknown,
     StoreUnavailable,
     decode_value,
@@ -38,8 +40,9 @@ from backends.etcd.batches import Batches
 from backends.etcd.cluster import DEADLINE_S, PROGRESS_INTERVAL_S, Cluster, any_key
 from backends.etcd.faults import Full, NoLease
 from backends.etcd.leases import Leases
+from backends.etcd.registry import EtcdRegistry
 from backends.etcd.url import EtcdUrl
-from backends.etcd.watch import Deletions, Subscription
+from backends.etcd.watch import Subscription, deletions
 
 CHECK_TTL_S = 60.0
 
@@ -52,11 +55,12 @@ class EtcdStore:
     def __init__(self, cluster: Cluster, prefix: str) -> None:
         self.cluster = cluster
         self._prefix = f"{prefix}/".encode()
-        # Every key of hex digits under the prefix: the watch sees claims and not our probe.
+        # Every key of hex digits under the prefix: the watch sees claims, and neither our probe nor the registry.
         self._range = self._prefix + b"0", self._prefix + b"g"
         self._leases = Leases(cluster)
         self._batches = Batches(cluster)
-        self._deletions = Deletions(cluster, self._prefix, *self._range)
+        self._deletions = deletions(cluster, self._prefix, *self._range)
+        self._registry = EtcdRegistry(cluster, self._leases, self._prefix)
 
     @classmethod
     async def open(
@@ -67,6 +71,10 @@ class EtcdStore:
         For `deadline` and `progress_interval` see `Cluster`. Raises StoreConfigurationError."""
         parsed = EtcdUrl.parse(url)
         return cls(Cluster(parsed, deadline=deadline, progress_interval=progress_interval), parsed.prefix)
+
+    @property
+    def registry(self) -> EtcdRegistry:
+        return self._registry
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         until = self.cluster.until()
@@ -142,7 +150,7 @@ class EtcdStore:
             return CloseOutcome.CLOSED
         return CloseOutcome.SUPERSEDED if answer.responses[0].response_range.count else CloseOutcome.GONE
 
-    def subscribe(self) -> Subscription:
+    def subscribe(self) -> Subscription[Deleted]:
         """The iterator has an `aclose`; unclosed, it is freed with the object or the store."""
         return Subscription(self._deletions)
 
@@ -171,7 +179,7 @@ class EtcdStore:
         if self.cluster.closed:
             return
         self.cluster.shut()
-        await asyncio.gather(self._leases.aclose(), self._deletions.aclose())
+        await asyncio.gather(self._leases.aclose(), self._deletions.aclose(), self._registry.aclose())
         await self.cluster.aclose()
         await self._batches.aclose()
 

@@ -1,31 +1,47 @@
-"""The deletions of claims, told to any number of subscribers. A watch that is not shown to be alive raises."""
+"""What happens to keys, told to any number of subscribers. A watch that is not shown to be alive raises."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Self
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 from aetcd import rpc
 
-from backends.base import Deleted, Event, Reset, StoreUnavailable
+from backends.base import Deleted, Reset, StoreUnavailable
 from backends.etcd.cluster import Cluster
 from backends.fanout import MAILBOX_SIZE, Mailbox
+
+E = TypeVar("E")
 
 _log = logging.getLogger("coatcheck.store")
 
 
-class Deletions:
-    """Of the keys from `first` to before `end`, told without the `prefix` that they begin with. Each subscriber has a
-    watch of its own."""
+class Watches(Generic[E]):
+    """Of the keys from `first` to before `end`. Each subscriber has a watch of its own.
 
-    def __init__(self, cluster: Cluster, prefix: bytes, first: bytes, end: bytes) -> None:
+    `told`: what an event of etcd's means to them; None: nothing. `filters`: as etcd's WatchCreateRequest has them;
+    `previous`: events carry what stood before."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        first: bytes,
+        end: bytes,
+        told: Callable[[Any], E | None],
+        *,
+        filters: Sequence[int] = (),
+        previous: bool = False,
+    ) -> None:
         self._cluster = cluster
-        self._prefix = prefix
         self._first, self._end = first, end
+        self._told = told
+        self._filters = filters
+        self._previous = previous
         self._watches: set[asyncio.Task[None]] = set()
 
-    def begin(self, mailbox: Mailbox[Deleted]) -> asyncio.Task[None]:
+    def begin(self, mailbox: Mailbox[E]) -> asyncio.Task[None]:
         """Fill the mailbox until the task is cancelled, the watch ends, or all are closed."""
         task = asyncio.get_running_loop().create_task(self._fill(mailbox))
         self._watches.add(task)
@@ -38,7 +54,7 @@ class Deletions:
             watch.cancel()
         await asyncio.gather(*watches, return_exceptions=True)
 
-    async def _fill(self, mailbox: Mailbox[Deleted]) -> None:
+    async def _fill(self, mailbox: Mailbox[E]) -> None:
         try:
             while not self._cluster.closed:
                 await self._watch(mailbox)
@@ -52,34 +68,49 @@ class Deletions:
         finally:
             mailbox.end()
 
-    async def _watch(self, mailbox: Mailbox[Deleted]) -> None:
+    async def _watch(self, mailbox: Mailbox[E]) -> None:
         """One watch until it ends. Returns when a new one may follow at once (compaction); else StoreUnavailable."""
-        skip = len(self._prefix)
-        async with self._cluster.open_watch(self._first, self._end, filters=[rpc.WatchCreateRequest.NOPUT]) as watch:
+        async with self._cluster.open_watch(
+            self._first, self._end, filters=self._filters, previous=self._previous
+        ) as watch:
             mailbox.put(Reset())
             while (events := await watch.read()) is not None:
                 for event in events:
-                    if event.type == rpc.Event.DELETE:
-                        kv = event.kv
-                        mailbox.put(Deleted(kv.key[skip:].decode("ascii", "replace"), kv.mod_revision))
+                    told = self._told(event)
+                    if told is not None:
+                        mailbox.put(told)
 
 
-class Subscription:
-    """What `subscribe` hands out. Its watch begins with the first `anext` and ends with the object at the latest."""
+def deletions(cluster: Cluster, prefix: bytes, first: bytes, end: bytes) -> Watches[Deleted]:
+    """Of claims, told without the `prefix` that their keys begin with."""
+    skip = len(prefix)
 
-    def __init__(self, deletions: Deletions) -> None:
-        self._deletions = deletions
-        self._mailbox: Mailbox[Deleted] = Mailbox(MAILBOX_SIZE)
+    def told(event: Any) -> Deleted | None:
+        if event.type != rpc.Event.DELETE:
+            return None
+        return Deleted(event.kv.key[skip:].decode("ascii", "replace"), event.kv.mod_revision)
+
+    return Watches(cluster, first, end, told, filters=[rpc.WatchCreateRequest.NOPUT])
+
+
+class Subscription(Generic[E]):
+    """What a subscriber iterates. Its watch begins with the first `anext` and ends with the object at the latest.
+
+    `subject` as a `Mailbox` has it."""
+
+    def __init__(self, watches: Watches[E], subject: Callable[[E], Hashable] = id) -> None:
+        self._begin_watch = watches.begin
+        self._mailbox: Mailbox[E] = Mailbox(MAILBOX_SIZE, subject)
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Event:
+    async def __anext__(self) -> E | Reset:
         if self._task is None and not self._closed:
             # The task must not know this object, so that dropping it is noticed.
-            self._task = self._deletions.begin(self._mailbox)
+            self._task = self._begin_watch(self._mailbox)
         try:
             return await anext(self._mailbox)
         finally:

@@ -170,16 +170,6 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                 names=names,
                 peers=peers,
             )
-            app.replicas = Replicas(
-                claims.registry,
-                myself,
-                fleet=fleet,
-                affinity=app.affinity,
-                peers=peers,
-                names=names,
-                metrics=metrics,
-                running=lambda: app.turns.count,
-            )
             app.turns = Turns(
                 Shared(
                     fleet=fleet,
@@ -203,6 +193,16 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                         total=settings.limits.turn_timeout,
                     ),
                 )
+            )
+            app.replicas = Replicas(
+                claims.registry,
+                myself,
+                fleet=fleet,
+                affinity=app.affinity,
+                peers=peers,
+                names=names,
+                metrics=metrics,
+                running=lambda: app.turns.count,
             )
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
@@ -266,7 +266,7 @@ def _what_must_agree(settings: Settings, hasher: KeyHasher, tenants: Tenants) ->
         "policy": settings.workers.policy.encode(),
         "parent-slack": b"%d" % settings.sessions.parent_slack,
         "session-ttl": repr(settings.store.session_ttl).encode(),
-        "kept-ttl": repr(settings.store.kept_ttl or settings.store.session_ttl).encode(),
+        "kept-ttl": repr(settings.store.kept_ttl).encode(),
     }
 
 

@@ -50,6 +50,8 @@ class TcpProxy:
         self._tls = tls
         self.drop_replies = False
         """Requests arrive, answers do not."""
+        self.black_hole = False
+        """Nothing arrives, and new connections are accepted."""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,7 +98,7 @@ class TcpProxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
         while data := await reader.read(65536):
-            if not (replies and self.drop_replies):
+            if not (self.black_hole or (replies and self.drop_replies)):
                 writer.write(data)
                 await writer.drain()
         with contextlib.suppress(OSError, NotImplementedError):  # TLS has no half that could be closed

@@ -13,7 +13,7 @@ GROUND = {"app.errors", "app.metrics"}
 """Any house may stand on them; they know nothing of ours."""
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""
-CONTROL = {"app.control", "app.admin", "app.management"}
+CONTROL = {"app.control", "app.admin", "app.management", "app.replicas"}
 STARTERS = {
     "app.__main__",
     "app.cli",
@@ -139,7 +139,12 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         for each in imported(name)
         if name.startswith("app") and each.startswith("backends")
     }
-    assert knowing == {("app.sessions", "backends.base"), ("app.sessions", "backends.singleflight")}
+    assert knowing == {
+        ("app.sessions", "backends.base"),
+        ("app.sessions", "backends.singleflight"),
+        ("app.replicas", "backends.base"),
+        ("app.replicas", "backends.registry"),
+    }
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -121,11 +121,16 @@ Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
 
 
 def _default_claims() -> str:
-    """A folder of this user, so that replicas on one machine agree out of the box (XDG base directories)."""
+    """A folder of this user, so that replicas on one machine agree out of the box."""
+    return (state_folder() / "claims").as_uri()
+
+
+def state_folder() -> Path:
+    """This user's, for what outlives a process (XDG base directories). Raises RuntimeError: there is no home."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # the specification: a relative path is to be ignored
         state = Path.home() / ".local" / "state"
-    return (state / "coatcheck" / "claims").as_uri()
+    return state / "coatcheck"
 
 
 def _default_replica() -> str:

@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app import version
 from app.admin import add_admin
-from app.config import Settings, Workers
+from app.config import Settings, Workers, state_folder
 from app.control import add_control_plane
 from app.fleet.models import ModelLists
 from app.fleet.names import Names
@@ -28,6 +28,7 @@ from app.management import Management
 from app.metrics import Metrics
 from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
+from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
@@ -167,6 +168,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                 close_limit=settings.store.store_deadline,
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
+                endings=_ending_files(settings),
                 names=names,
                 peers=peers,
             )
@@ -291,6 +293,16 @@ async def open_claims(settings: Settings) -> ClaimStore:
     """The store that the settings name. Raises StoreConfigurationError."""
     several = settings.listen.processes > 1
     return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
+
+
+def _ending_files(settings: Settings) -> EndingFiles | None:
+    """Where closes outlive this process; None: claims do not, or this user has no folder for it."""
+    if settings.store.claims.lower().startswith("memory:"):
+        return None
+    try:
+        return EndingFiles(state_folder() / "endings", settings.store.claims)
+    except RuntimeError:
+        return None
 
 
 def _worker_tls(settings: Workers) -> ssl.SSLContext:

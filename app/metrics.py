@@ -45,6 +45,7 @@ SESSION_PATHS = (
 )
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
+WAYS_GIVEN = ("late_write", "lost_worker", "rewound")
 
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
@@ -130,6 +131,19 @@ class Metrics(Collector):
         )
         self.unproven = Counter(
             "coatcheck_unproven_claims_used", "Cached claims used although the store could not confirm them."
+        )
+        self.store_calls_alone = Counter(
+            "coatcheck_store_calls_alone",
+            "Claim store calls that failed or were late although the store was well, and were tried again.",
+            {"op": STORE_CALLS},
+        )
+        self.claims_unreadable = Counter(
+            "coatcheck_claims_unreadable", "Times that what stands at a session's key was no claim that can be read."
+        )
+        self.claims_given_way = Counter(
+            "coatcheck_claims_given_way",
+            "Claims that were replaced because turns had been served elsewhere, by what they were.",
+            {"reason": WAYS_GIVEN},
         )
         self.closes = Counter(
             "coatcheck_closes", "Claims closed by final turns or by hand, by outcome.", {"outcome": CLOSE_OUTCOMES}

@@ -27,7 +27,8 @@ from typing import Any, Self
 import aetcd
 import uvloop
 
-from app.sessions.affinity import ANYWHERE, Affinity
+from app.sessions.affinity import Affinity
+from app.sessions.resolver import ANYWHERE
 from backends import open_store
 from backends.base import ClaimStore, ClaimValue, Deleted, Reset, encode_value
 from benchmarks.claims_child import SESSION_TTL, WORKER, new_affinity, session_key

@@ -25,8 +25,9 @@ import uvloop
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
-from app.sessions.affinity import ANYWHERE, Affinity
+from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
+from app.sessions.resolver import ANYWHERE
 from backends import open_store
 from backends.base import (
     Claim,

@@ -6,21 +6,26 @@ from collections.abc import Awaitable, Callable
 
 from app.fleet.names import Names
 from app.fleet.workers import Target
+from app.sessions.claims import Claims, StoreState
 from app.sessions.entries import Entries, Entry
 from app.sessions.peers import Ask, Known
-from app.sessions.upkeep import Claims, Closer, StoreState
+from app.sessions.upkeep import Closer
 from backends.base import Claim, ClaimValue, Deleted, StoreError
 
 Bind = Callable[[Ask, tuple[Target, ...]], Awaitable[tuple[Entry, str]]]
 """Binds a session for a peer, within these targets if any. Raises TurnError."""
+Moved = Callable[[str, Target, frozenset[str]], None]
+"""Notes where a session is now, and which workers it was moved off."""
 
 
 class Desk:
     """One replica's."""
 
-    def __init__(self, entries: Entries, claims: Claims, closer: Closer, names: Names, bind: Bind) -> None:
+    def __init__(
+        self, entries: Entries, claims: Claims, closer: Closer, names: Names, *, bind: Bind, moved: Moved
+    ) -> None:
         self._entries, self._claims, self._closer, self._names = entries, claims, closer, names
-        self._bind = bind
+        self._bind, self._moved = bind, moved
 
     @property
     def state(self) -> str:
@@ -54,14 +59,13 @@ class Desk:
         if entry.active:
             entry.closing = True
         else:
-            self._closer.begin(entry)
+            self._closer.begin(entry, heard=True)
 
     def moved(self, ask: Ask) -> None:
         """It goes on elsewhere, and the store could not be told."""
         target = self._names.at(ask.at[0]) if ask.at else None
-        entry = self._entries.find(ask.key)
-        if target is not None and (entry is None or entry.target is not target):
-            self._entries.install(Entry(ask.key, target))
+        if target is not None and self._claims.state is not StoreState.UP:
+            self._moved(ask.key, target, frozenset(ask.lost))
 
     async def bind(self, ask: Ask) -> Known | None:
         targets = tuple(target for spot in ask.at if (target := self._names.at(spot)) is not None)

@@ -66,7 +66,7 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     """bind: where it may be placed, should no claim stand; empty: anywhere. moved: where it is now."""
     parent: str = ""
     lost: tuple[str, ...] = ()
-    """bind: workers that cannot be reached; a claim that names one is replaced."""
+    """bind, moved: workers that cannot be reached; a claim that names one is replaced."""
     standing: bool = False
     """bind: only a claim that stands will do."""
     kept: bool = False
@@ -200,12 +200,19 @@ class Peers:
                     return self._found("bind", (answer, target))
         return None if best is None else self._found("where", best)
 
-    async def tell(self, do: str, key: str, revision: int | None, at: Target | None = None) -> None:
+    async def tell(
+        self,
+        do: str,
+        key: str,
+        revision: int | None,
+        at: Target | None = None,
+        lost: frozenset[str] = frozenset(),
+    ) -> None:
         """closed, ended, moved: returns when all have heard it, or after a limit."""
         links = self._usable()
         if links:
             spots = () if at is None else (self._names.spot(at),)
-            await self._all(links, Ask(do, key, revision, spots), _CLOSED_WAIT)
+            await self._all(links, Ask(do, key, revision, spots, lost=tuple(sorted(lost))), _CLOSED_WAIT)
 
     async def close_for_us(self, key: str, revision: int | None) -> str | None:
         """Have a peer that reaches the store close the claim: closed, gone or superseded; None: nobody could."""

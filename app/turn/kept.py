@@ -24,8 +24,9 @@ from app.fleet.workers import Target
 from app.http.headers import Header, header
 from app.http.worker import AttemptFailed, ConnectFailed, ConnectRefused
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher
+from app.sessions.resolver import Placement
 from app.sessions.tenants import NOBODY
 from app.turn.presence import Presence
 

@@ -10,8 +10,9 @@ from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher, read_hints
+from app.sessions.resolver import Placement
 from app.sessions.tenants import Admins
 from app.turn.fields import BodyHints
 from app.turn.kept import Kept, use_of
@@ -19,7 +20,7 @@ from app.turn.request import Request
 
 _encode_json = msgspec.json.Encoder().encode
 _NO_HINTS = BodyHints()
-_HOW = {"degraded": "degraded", "store": "stored"}
+_HOW = {"degraded": "degraded", "unreadable": "degraded", "store": "stored"}
 """What a turn would be told of a session that is known from there; from anywhere else: cached."""
 
 

@@ -370,10 +370,11 @@ async def _(rooms: Rooms) -> None:
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=3) as room:
+        await room.turn("s", headers={AT: "w1"})
         for name in ("s", None):
             turn = await room.turn(name, headers={AT: "w1"}, test="drop")
             assert turn.refusal == (502, "worker_reset")
-        assert (len(room.served["w1"]), room.served_count) == (2, 2)
+        assert (len(room.served["w1"]), room.served_count) == (3, 3)
         moved = await room.turn("s", test="crash:w1")
         assert (moved.status, moved.how) == (200, "rebound")
         claim = await room.claim("s")

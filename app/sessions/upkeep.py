@@ -124,21 +124,20 @@ class Closer:
             earlier.ending.moment = max(earlier.ending.moment, ending.moment)
             return earlier.task
         closing = _Closing(ending, claim, self._claims.replica)
-        if heard:
-            closing.peers_know.set()
+        closing.told = heard
         closing.task = self._tasks.spawn(self._close(closing, None if earlier is None else earlier.task))
         self._closings[key] = closing
         closing.task.add_done_callback(lambda _: self._closed(key, closing))
         return closing.task
 
     async def close(self, entry: Entry) -> None:
-        """Returns when the claim is closed, or after the limit; while the store is away, when the other replicas know
-        of it."""
+        """Returns when the claim is closed, or after the limit; while the store is away, when the other replicas have
+        been told, and one that has the store has been asked to do it."""
         task = self.begin(entry)
         if self._claims.state is not StoreState.AWAY:
             await self._wait(task)
-        elif task is not None and entry.key in self._closings:
-            await self._closings[entry.key].peers_know.wait()
+        elif entry.key in self._closings:
+            await self._ask_peers(self._closings[entry.key])
 
     async def wait(self, key: str | None = None) -> None:
         """For the close of a session that is under way, if any, or for all; but not longer than the limit."""
@@ -172,7 +171,9 @@ class Closer:
         delay, in_outage = 0.05, False
         while True:
             in_outage = in_outage or claims.state is not StoreState.UP
-            if claims.state is not StoreState.UP and await self._close_by_peers(closing):
+            if in_outage:
+                await self._ask_peers(closing)
+            if closing.closed:
                 return
             try:
                 outcome = await self._try(closing)
@@ -194,20 +195,18 @@ class Closer:
         if in_outage:
             self._tasks.spawn(self._look_again(closing))
 
-    async def _close_by_peers(self, closing: _Closing) -> bool:
-        """Without the store, tell all of the end, so that none claims the session again, once. Returns whether one that
-        has the store has closed the claim."""
-        if closing.peers_know.is_set():
-            return False
+    async def _ask_peers(self, closing: _Closing) -> None:
+        """Without the store, once: tell all of the end, so that none claims the session again, and have one that has
+        the store close the claim."""
+        if closing.told or not self._peers:
+            return
+        closing.told = True
         key, revision = closing.ending.key, None if closing.claim is None else closing.claim.revision
-        try:
-            await self._peers.tell("ended", key, revision)
-            outcome = await self._peers.close_for_us(key, revision)
-        finally:
-            closing.peers_know.set()
+        await self._peers.tell("ended", key, revision)
+        outcome = await self._peers.close_for_us(key, revision)
         if outcome is not None:
+            closing.closed = True
             self._metrics.closes.inc(outcome)
-        return outcome is not None
 
     async def _try(self, closing: _Closing) -> CloseOutcome:
         claim = closing.claim
@@ -270,7 +269,7 @@ class Closer:
 
 
 class _Closing:
-    __slots__ = ("claim", "ending", "peers_know", "replica", "task")
+    __slots__ = ("claim", "closed", "ending", "replica", "task", "told")
 
     task: asyncio.Task[None]
 
@@ -280,8 +279,8 @@ class _Closing:
         """Whose claims are known to be no successor's while this is pending (`Closer.successor_of`)."""
         self.claim = claim
         """The one to be closed; None: whichever stands and is covered."""
-        self.peers_know = asyncio.Event()
-        """The other replicas have been told of the end, as far as they can be, while the store was away."""
+        self.told = self.closed = False
+        """The other replicas have been told while the store was away; one of them has closed the claim."""
 
 
 class Renewer:

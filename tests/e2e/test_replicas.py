@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def pair(processes: Processes, workers: Sequence[Worker], *claims: str, options:
 
 async def acquainted(*replicas: Replica) -> None:
     for replica in replicas:
-        await wait_until(lambda replica=replica: _peers(replica, len(replicas) - 1), 10)
+        await wait_until(partial(_peers, replica, len(replicas) - 1), 10)
 
 
 async def _peers(replica: Replica, count: int) -> bool:
@@ -84,7 +85,7 @@ async def test_what_differs_is_said_at_both_until_it_is_mended(
     settings = {"session-secret", "session-from", "api-keys", "policy", "parent-slack", "session-ttl", "kept-ttl"}
     settings.add("worker")
     for replica, name in ((one, "other"), (other, "one")):
-        await wait_until(lambda replica=replica: _differing(replica, settings), 15)
+        await wait_until(partial(_differing, replica, settings), 15)
         log = replica.process.output()
         told = re.findall(rf"WARNING coatcheck.replicas replica {name} differs from this one in ([\w-]+)", log)
         assert sorted(told) == sorted(settings), "each is told once"
@@ -117,7 +118,7 @@ async def _differing(replica: Replica, settings: set[str]) -> bool:
 async def test_two_replicas_of_one_name_say_so(processes: Processes, workers: list[Worker], tmp_path: Path) -> None:
     options = [f"--claims=file://{tmp_path}/claims", "--replica=same", *named(workers)]
     for replica in processes.replicas_with(options, options):
-        await wait_until(lambda replica=replica: _differing(replica, {"replica"}), 10)
+        await wait_until(partial(_differing, replica, {"replica"}), 10)
 
 
 async def test_replicas_that_agree_differ_in_nothing(

@@ -45,6 +45,8 @@ _CHECKS = 3
 _CHECK_PAUSE = 0.04
 _TRIES = 4
 """Of a call that a turn waits for."""
+_MOMENT = 2.0
+"""Seconds in which other replicas find the store back, when they look."""
 _RENEWALS = 3
 _REMEMBERED = 10_000
 """Proposals that were given up, and keys that could not be read."""
@@ -114,6 +116,7 @@ class Claims:
         """Set exactly while the state is UP."""
         self._up.set()
         self._up_since = clock()
+        self._back_at = float("-inf")
         self.answered_at = wall()
         """When the store last answered anything, in Unix seconds."""
         self._answers = self._made = 0
@@ -170,6 +173,17 @@ class Claims:
         return await self._hurried("close", lambda: self._store.close(claim), until)
 
     # -- calls that nobody waits for
+
+    @property
+    def suspected(self) -> bool:
+        """The store may be away; the next moments tell."""
+        return self._examination is not None and not self._examination.done()
+
+    def was_late(self, since: float) -> bool:
+        """The store was late or away a moment ago, to who has waited since `since`: what it says now may be what others
+        have given up and are about to take back."""
+        now = self.clock()
+        return now - since > self._patience or now - self._back_at < _MOMENT
 
     async def read(self, key: str) -> Claim | None:
         return await self._patient("get", lambda: self._store.get(key))
@@ -240,12 +254,12 @@ class Claims:
         return await self._again(op, call, until, failure)
 
     async def _again(self, op: str, call: Callable[[], Awaitable[T]], until: float, failure: StoreError) -> T:
-        """More tries, the next one beside one that is late: the first that is answered counts."""
+        """One more try, and others begun until `until`, each beside those that are late: the first answer counts."""
         left = _TRIES - 1
         tries: set[asyncio.Task[T]] = set()
         try:
             while self.state is StoreState.UP:
-                if left and self.clock() < until:
+                if left == _TRIES - 1 or (left and self.clock() < until):
                     left -= 1
                     tries.add(asyncio.create_task(self._measured(op, call)))
                 if not tries:
@@ -390,7 +404,7 @@ class Claims:
             await asyncio.sleep(delay)
             delay = min(2 * delay, 1.0)
         self.state = StoreState.UP
-        self._up_since = self.clock()
+        self._up_since = self._back_at = self.clock()
         self._up.set()
         log.warning("the claim store is back")
         await self._returned()

@@ -6,7 +6,8 @@ way (it is closed by its revision, and one is made at the target that served) wh
 
 - it is a proposal of this replica's own that it had given up, and the store did late;
 - it names a worker that is not here, or that the session was moved off meanwhile: that one could not be reached;
-- it stood before the store lost its memory, and so is of any age.
+- it stood before the store lost its memory, and so is of any age;
+- it was made for a first turn that had to wait for it so long that another replica may have given the store up.
 
 Another replica's proposal may be just as late, but only its maker can tell. So a claim that contradicts what was
 served here, and was proposed since the store was last known to be well, is not believed for `_DOUBT` seconds: its
@@ -17,7 +18,8 @@ these steps uses up something that is not made again (a nonce that was given up,
 their order does not matter.
 
 What is left: a late claim is believed where its maker has died, or takes longer than the doubt to find the store back;
-where a replica that has not served the session finds it first; and where clocks of replicas are further apart than
+where a replica that has not served the session finds it first (when it was kept waiting by the store itself, it looks
+again a moment later); and where clocks of replicas are further apart than
 `_SLACK`.
 
 **Other replicas are asked before anything is guessed** (`peers.py`): one may know where the session is, or may reach
@@ -31,6 +33,7 @@ turn and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
@@ -59,6 +62,8 @@ _MOVES_REMEMBERED = 10_000
 _KEEP_TRIES = 3
 _DOUBT = 15.0
 """Seconds in which another replica finds the store back that found it away with us."""
+_MOMENTS = (0.1, 0.3)
+"""Seconds that a first turn waits for a claim to be taken back by its maker, which the store kept waiting as well."""
 _SLACK = 10.0
 """Seconds: the longest that a proposal is under way before it is given up, that a watch seems alive after the store has
 stopped, and that clocks are apart."""
@@ -135,7 +140,7 @@ class Resolver:
             elif placement.refusal is not None:
                 raise placement.refusal
             else:
-                target, alone = await self._place(placement), None
+                target, alone = await self._place(key, placement), None
             with target.reserve():
                 outcome = await claims.create(
                     key,
@@ -147,8 +152,11 @@ class Resolver:
                     until=until,
                 )
             if not outcome.created:
-                return await self._adopt(outcome.claim, "stored", placement, snapshot, known, until)
-            entry = self._note(outcome.claim, target, snapshot, kept=placement.kept)
+                claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
+                return await self._adopt(claim, "stored", placement, snapshot, known, until)
+            entry = await self._kept_waiting(outcome.claim, placement, until) if known is None else None
+            if entry is None:
+                entry = self._note(outcome.claim, target, snapshot, kept=placement.kept)
             if known is None:
                 entry.trial = not placement.kept
             return entry, "created"
@@ -199,7 +207,7 @@ class Resolver:
         snapshot = self._entries.snapshot(key)
         try:
             # Before the claim is closed: where nothing can be chosen, it stays.
-            target = await self._place(elsewhere, lost)
+            target = await self._place(key, elsewhere, lost)
             with target.reserve():
                 if claim is not None:
                     await self._claims.close(claim, until)
@@ -239,6 +247,36 @@ class Resolver:
         # The worker may be here without that rank: then it is not lost.
         lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
         return await self.move(claim.key, claim, lost, placement, known)
+
+    async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
+        """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it
+        yet: it gives way to what the hash says. None: it stays."""
+        if placement.kept or self._claims.clock() < until - self._claims.deadline / 2:
+            return None
+        target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset()))
+        if _names(claim, target):
+            return None
+        replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
+        if isinstance(replaced, Entry):
+            return replaced
+        claim, snapshot = replaced
+        there = self._fleet.find(claim.value.worker, claim.value.rank)
+        return None if there is None else self._note(claim, there, snapshot)
+
+    async def _settled(
+        self, claim: Claim, snapshot: Snapshot, known: Entry | None, until: float
+    ) -> tuple[Claim, Snapshot]:
+        """What stands a moment later, where a claim has been found that its maker may be about to take back."""
+        began = until - self._claims.deadline
+        if known is not None or claim.value.served or not self._claims.was_late(began):
+            return claim, snapshot
+        for pause in _MOMENTS:
+            await asyncio.sleep(pause)
+            snapshot = self._entries.snapshot(claim.key)
+            claim = await self._claims.get(claim.key, until) or claim
+            if claim.value.served:
+                break
+        return claim, snapshot
 
     def _gives_way(self, claim: Claim, known: Entry) -> str:
         """Why a claim that contradicts where the session was served here gives way (of WAYS_GIVEN); empty: it does
@@ -430,12 +468,18 @@ class Resolver:
 
     # -- placing
 
-    async def choose(self, placement: Placement, lost: frozenset[str] = frozenset()) -> tuple[Target, str, str]:
+    async def choose(
+        self, placement: Placement, lost: frozenset[str] = frozenset(), key: str = ""
+    ) -> tuple[Target, str, str]:
         """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
-        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks."""
+        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: of
+        one that is to be claimed there. While the store is suspected to be away, that is proposed which the session
+        gets without it."""
         if placement.candidates:
             return least_loaded(placement.candidates), "hint", ""
         candidates, parent = self._candidates(lost), ""
+        if key and self._claims.suspected:
+            return rendezvous(key, candidates), "policy", ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
             candidates = self._candidates(lost)  # as they are now
@@ -448,8 +492,8 @@ class Resolver:
         """Where the session would be served without the store. Only looks. Raises TurnError."""
         return rendezvous(key, self._candidates(frozenset()))
 
-    async def _place(self, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
-        target, _, parent = await self.choose(placement, lost)
+    async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
+        target, _, parent = await self.choose(placement, lost, key)
         if parent:
             self._metrics.parents.inc(parent)
         self._fleet.note_placed(target)

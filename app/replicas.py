@@ -113,7 +113,7 @@ def hashes(settings: Mapping[str, bytes]) -> dict[str, str]:
 class Seen:
     """One other replica, as its records say."""
 
-    __slots__ = ("_skews", "differs", "heard", "record", "told", "unlike_since")
+    __slots__ = ("_skews", "differs", "heard", "places", "record", "told", "unlike", "unlike_since")
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -121,6 +121,9 @@ class Seen:
         """When its last record came, by our clock; 0.0: it stood when we began to look."""
         self.differs: dict[str, Difference] = {}
         self.told: set[str] = set()
+        self.places: dict[str, Place] = {}
+        self.unlike: Difference | None = None
+        """In the workers; made anew only when they change, here or there: there may be many."""
         self.unlike_since: float | None = None
         """Since when its workers are not ours."""
         self._skews: deque[float] = deque(maxlen=_CLOCK_LOOKS)
@@ -137,15 +140,20 @@ class Seen:
         return min(self._skews, key=abs)
 
 
-def differences(mine: Record, other: Record) -> Iterator[Difference]:
-    """What does not agree in the settings and the workers of two replicas."""
+def unlike_settings(mine: Record, other: Record) -> Iterator[Difference]:
+    """What does not agree in the settings of two replicas."""
     for setting in sorted(mine.agrees.keys() & other.agrees.keys()):
         if mine.agrees[setting] != other.agrees[setting]:
             yield Difference(setting, "")
-    unlike = [] if mine.left_out or other.left_out else list(_unlike(mine, other))
-    if unlike:
-        more = f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
-        yield Difference(WORKERS, "; ".join(unlike[:_SHOWN]) + more)
+
+
+def unlike_workers(mine: Record, other: Record) -> Difference | None:
+    """In what their workers do not agree. Records that leave some out are not compared."""
+    if mine.left_out or other.left_out:
+        return None
+    unlike = list(_unlike(mine, other))
+    more = f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
+    return Difference(WORKERS, "; ".join(unlike[:_SHOWN]) + more) if unlike else None
 
 
 def _unlike(mine: Record, other: Record) -> Iterator[str]:
@@ -206,6 +214,7 @@ class Replicas:
         """The registry answers."""
         self._tasks: list[asyncio.Task[None]] = []
         self._record = self._make_record()
+        self._places = _places(self._record)
         metrics.gauge("coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1)
         metrics.gauge("coatcheck_peers", "Other replicas that can be asked directly.", lambda: len(self._peers))
         metrics.gauges(
@@ -240,7 +249,7 @@ class Replicas:
             begun = self._clock()
             try:
                 await self._count_sessions()
-                self._record = self._make_record()
+                self._renew_record()
                 await self._registry.put(KIND, self._name, _encode(self._record), STANDS)
                 self._alive = True
             except StoreError as error:
@@ -252,6 +261,15 @@ class Replicas:
                 log.exception("the replica's record failed; it is put again")
             self._judge()
             await asyncio.sleep(max(0.1, BEAT - (self._clock() - begun)))
+
+    def _renew_record(self) -> None:
+        self._record = self._make_record()
+        places = _places(self._record)
+        if places != self._places:
+            self._places = places
+            for seen in self._seen.values():
+                seen.unlike = unlike_workers(self._record, seen.record)
+            self._learn()
 
     def _make_record(self) -> Record:
         self._beat += 1
@@ -345,6 +363,10 @@ class Replicas:
         if seen is None:
             seen = self._seen[name] = Seen(record)
         seen.record = record
+        places = _places(record)
+        if places != seen.places:
+            seen.places, seen.unlike = places, unlike_workers(self._record, record)
+            self._learn()
         if fresh:
             seen.heard_at(self._clock(), self._wall())
         self._judge_one(seen)
@@ -352,6 +374,7 @@ class Replicas:
     def _gone(self, name: str) -> None:
         seen = self._seen.pop(name, None)
         if seen is not None:
+            self._learn()
             for setting in sorted(seen.told):
                 log.info("replica %s, which differed in %s, is gone", seen.record.replica, setting)
 
@@ -363,15 +386,9 @@ class Replicas:
             if record.port and (record.network == self._me.network or not _is_loopback(record.host))
         ]
         self._peers.update(reachable if self._me.port else ())
-        self._names.learn(
-            {
-                seen.record.replica: (
-                    seen.record.network,
-                    {name: Place(worker.url, worker.ranks) for name, worker in seen.record.workers.items()},
-                )
-                for seen in self._seen.values()
-            }
-        )
+
+    def _learn(self) -> None:
+        self._names.learn({seen.record.replica: (seen.record.network, seen.places) for seen in self._seen.values()})
 
     # -- what differs
 
@@ -381,13 +398,13 @@ class Replicas:
 
     def _judge_one(self, seen: Seen) -> None:
         now, record = self._clock(), seen.record
-        found = {each.setting: each for each in differences(self._record, record)}
-        if WORKERS not in found:
+        found = {each.setting: each for each in unlike_settings(self._record, record)}
+        if seen.unlike is None:
             seen.unlike_since = None
         else:
             seen.unlike_since = now if seen.unlike_since is None else seen.unlike_since
-            if now - seen.unlike_since < _WORKERS_PATIENCE and WORKERS not in seen.told:
-                del found[WORKERS]
+            if now - seen.unlike_since >= _WORKERS_PATIENCE or WORKERS in seen.told:
+                found[WORKERS] = seen.unlike
         if abs(seen.skew) > _CLOCKS_APART:
             ahead = "ahead of" if seen.skew > 0 else "behind"
             found[CLOCK] = Difference(CLOCK, f"its clock is {abs(seen.skew):.0f} s {ahead} ours")
@@ -439,6 +456,10 @@ class Replicas:
             "heard_seconds_ago": round(self._clock() - seen.heard, 1) if seen is not None and seen.heard else None,
             "differs": [] if seen is None else [{"setting": d.setting, "how": d.how} for d in seen.differs.values()],
         }
+
+
+def _places(record: Record) -> dict[str, Place]:
+    return {name: Place(worker.url, worker.ranks) for name, worker in record.workers.items()}
 
 
 def _is_loopback(host: str) -> bool:

@@ -254,7 +254,7 @@ class Resolver:
         if placement.kept or self._claims.clock() < until - self._claims.deadline / 2:
             return None
         target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset()))
-        if _names(claim, target):
+        if self._meant(claim) is target:
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
         if isinstance(replaced, Entry):

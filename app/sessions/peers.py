@@ -181,7 +181,7 @@ class Peers:
         if not links:
             return None
         told = await self._all(links, msgspec.structs.replace(ask, do="where", at=()), _WHERE_WAIT)
-        known = [(each, target) for each in told if (target := self._meant(each)) is not None and not each.ended]
+        known = [(each, target) for _, each in told if (target := self._meant(each)) is not None and not each.ended]
         known = [pair for pair in known if pair[1].worker.name not in ask.lost]
         best = max(known, key=_trust, default=None)
         if best is not None and best[0].proven:
@@ -189,7 +189,7 @@ class Peers:
         if best is not None and best[0].value is None:
             # What was served is the truth: a claim that is made now says so.
             ask = msgspec.structs.replace(ask, at=(self._names.spot(best[1]),), standing=False)
-        for link in sorted(self._usable(), key=lambda link: rank_by_hash(ask.key, link.peer.incarnation)):
+        for link in sorted((link for link, _ in told), key=lambda link: rank_by_hash(ask.key, link.peer.incarnation)):
             if link.up:
                 answer = await _within(link.slow.ask(ask), _SLOW_WAIT)
                 if answer is None or answer.spot is None:
@@ -228,16 +228,17 @@ class Peers:
         now = self._clock()
         return [link for link in self._links.values() if now >= link.left_out_until and not link.gone]
 
-    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float) -> list[Known]:
-        waiting = [link.quick.ask(ask) for link in links]
-        await asyncio.wait(waiting, timeout=seconds)
+    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float) -> list[tuple[_Link, Known]]:
+        """Those that have answered in time, and what."""
+        waiting = [(link, link.quick.ask(ask)) for link in links]
+        await asyncio.wait([future for _, future in waiting], timeout=seconds)
         answers = []
-        for future in waiting:
+        for link, future in waiting:
             if not future.done():
                 future.cancel()
                 self._metrics.peer_calls.inc(ask.do, "late")
             elif (answer := future.result()) is not None:
-                answers.append(answer)
+                answers.append((link, answer))
         return answers
 
     def _meant(self, known: Known) -> Target | None:

@@ -249,9 +249,9 @@ class Resolver:
         return await self.move(claim.key, claim, lost, placement, known)
 
     async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
-        """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it
-        yet: it gives way to what the hash says. None: it stays."""
-        if placement.kept or self._claims.clock() < until - self._claims.deadline / 2:
+        """Our claim was made, but so late (a quarter of the deadline) that another replica may have gone by hash
+        meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
+        if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
             return None
         target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset()))
         if self._meant(claim) is target:

@@ -230,7 +230,7 @@ class ScriptedStore:
             await asyncio.sleep(self.jitter())
         if self.hangs is not None and self.hangs(op):
             await asyncio.sleep(self.deadline)
-            raise OutcomeUnknown("no answer")
+            raise StoreUnavailable("no answer") if op in ("get", "check") else OutcomeUnknown("no answer")
         if self._thawed is not None:
             delivery = asyncio.create_task(self._deliver(self._thawed, call))
             self._deliveries.add(delivery)

@@ -133,6 +133,7 @@ async def idle(sessions: int, capacity: int, foreign: bool) -> None:
     for number in range(1000):  # what is allocated once is not an entry's
         binding = affinity.session(session_key("warm", number), final=False)
         await binding.bind(ANYWHERE)
+        binding.answered(200)
         binding.release()
     _report_memory(affinity, 0)
     target, _ = await affinity.choose(ANYWHERE)

@@ -13,6 +13,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from app.errors import TurnError, documented
 from app.fleet.workers import Fleet
+from app.replicas import Replicas
 from app.sessions.affinity import Affinity
 from app.sessions.entries import View
 from app.sessions.identity import KeyHasher, free_id
@@ -35,8 +36,10 @@ def add_admin(
     hasher: KeyHasher,
     admins: Admins,
     replica: str,
+    replicas: Callable[[], Replicas],
 ) -> None:
-    """Register `/admin/...` on `app`. `affinity` is asked for when a request comes: it exists from the start-up on."""
+    """Register `/admin/...` on `app`. `affinity` and `replicas` are asked for when a request comes: they exist from the
+    start-up on."""
 
     def only_admins(request: Request) -> None:
         host = request.client.host if request.client is not None else None
@@ -115,7 +118,12 @@ def add_admin(
                 }
                 for worker in fleet
             ],
+            "differences": replicas().differing(),
         }
+
+    @routes.get("/replicas", summary="The replicas of this store, and in what they differ from this one")
+    async def all_replicas() -> dict[str, Any]:
+        return {"replica": replica, "replicas": replicas().view()}
 
     app.include_router(routes)
 

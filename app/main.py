@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, state_folder
 from app.control import add_control_plane
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
+from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, make_worker, worker_specs
@@ -23,12 +26,14 @@ from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
-from app.listening import is_loopback
+from app.listening import Place, is_loopback, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
+from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
 from app.sessions.endings import EndingFiles
-from app.sessions.identity import Identifier, KeyHasher
+from app.sessions.identity import Identifier, KeyHasher, parse_source
+from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
@@ -72,6 +77,9 @@ class Router(ControlPlane):
     origins: Origins | None
     """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
+    replicas: Replicas
+    door: Door
+    """Where other replicas come in, on a listener of its own."""
     fleet: Fleet
     metrics: Metrics
     admin_side: ControlPlane
@@ -105,8 +113,9 @@ def _marking(send: Send, crossing: Crossing) -> Send:
     return sending
 
 
-def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
-    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
+def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
+    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
+    `peer_place`: where the other replicas are told to find it; None: it has no peers."""
     tls = _worker_tls(settings.workers)
     fleet = make_fleet(settings, tls)
     metrics = Metrics()
@@ -126,6 +135,20 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     )
     models = Models(ModelLists(fleet, tls), reading)
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
+    network = network_name()
+    names = Naming(fleet, network)
+    peers = Peers(settings.store.replica, names, metrics)
+    door = Door(secrets.token_urlsafe(24), lambda: app.affinity.desk)
+    place = peer_place or Place()
+    myself = Myself(
+        replica=settings.store.replica,
+        version=version(),
+        network=network,
+        agrees=hashes(_what_must_agree(settings, hasher, tenants)),
+        host=place.host,
+        port=place.port,
+        token=door.token,
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -150,6 +173,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
                 endings=_ending_files(settings),
+                names=names,
+                peers=peers,
             )
             app.turns = Turns(
                 Shared(
@@ -175,6 +200,16 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                     ),
                 )
             )
+            app.replicas = Replicas(
+                claims.registry,
+                myself,
+                fleet=fleet,
+                affinity=app.affinity,
+                peers=peers,
+                names=names,
+                metrics=metrics,
+                running=lambda: app.turns.count,
+            )
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
             app.affinity.start()
@@ -183,12 +218,15 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             await prober.start()
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
+            stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
+            app.replicas.start()
+            stack.push_async_callback(app.replicas.aclose)
             stack.callback(fleet.close)
             yield
 
     app = Router("coatcheck", lifespan=lifespan)
-    app.fleet, app.metrics = fleet, metrics
+    app.fleet, app.metrics, app.door = fleet, metrics, door
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
@@ -216,8 +254,25 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         hasher=hasher,
         admins=admins,
         replica=settings.store.replica,
+        replicas=lambda: app.replicas,
     )
     return app
+
+
+def _what_must_agree(settings: Settings, hasher: KeyHasher, tenants: Tenants) -> dict[str, bytes]:
+    """By setting, in one spelling: replicas that differ in one of these do not find each other's sessions, or place and
+    keep them differently."""
+    sources = [source for text in settings.sessions.session_from for source in parse_source(text)]
+    return {
+        # A key of no session: no more than any claim's tells who reads the store.
+        "session-secret": hasher.key(b"\xff", b"\xff").encode(),
+        "session-from": repr(sources).encode(),
+        "api-keys": tenants.canonical(),
+        "policy": settings.workers.policy.encode(),
+        "parent-slack": b"%d" % settings.sessions.parent_slack,
+        "session-ttl": repr(settings.store.session_ttl).encode(),
+        "kept-ttl": repr(settings.store.kept_ttl).encode(),
+    }
 
 
 def _admins(settings: Settings) -> tuple[Admins, Admins]:

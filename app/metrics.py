@@ -30,6 +30,8 @@ CONNECT_OUTCOMES = ("ok", "failed")
 KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown", "gone")
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
+PEER_CALLS = ("where", "bind", "close", "closed", "ended", "moved")
+PEER_OUTCOMES = ("ok", "failed", "late")
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
 RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy")
 SESSION_PATHS = (
@@ -207,6 +209,16 @@ class Metrics(Collector):
             "coatcheck_parent_placements",
             "First turns of child sessions, by whether they followed.",
             {"outcome": PARENT_OUTCOMES},
+        )
+        self.peer_calls = Counter(
+            "coatcheck_peer_calls",
+            "Questions and news to other replicas, by what, and how that went.",
+            {"call": PEER_CALLS, "outcome": PEER_OUTCOMES},
+        )
+        self.peer_found = Counter(
+            "coatcheck_peer_found",
+            "Sessions that another replica found while the store was away here: known there, or bound by it.",
+            {"by": ("where", "bind")},
         )
         self.kept = Counter(
             "coatcheck_kept_ids",

@@ -1,4 +1,4 @@
-"""`coatcheck sessions` and `coatcheck workers`: the admin API of a running router, from a terminal."""
+"""`coatcheck sessions`, `workers` and `replicas`: the admin API of a running router, from a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The options that `run` takes; `command`: sessions or workers."""
+    """The options that `run` takes; `command`: sessions, workers or replicas."""
     parser.set_defaults(run=run)
     if command == "sessions":
         parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and print what was answered. Returns the exit code. Raises Trouble."""
-    action = args.action if args.command == "sessions" else "workers"
+    action = args.action if args.command == "sessions" else args.command
     if args.command == "sessions" and (action == "list") == (args.id is not None):
         raise Trouble(f"sessions {action} takes {'no' if args.id is not None else 'an'} ID", code=2)
     token, url = args.token, args.url
@@ -79,9 +79,8 @@ def run(args: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
     try:
         with _client(url.rstrip("/"), headers) as client:
-            {"list": _list, "show": _show, "close": _close, "workers": _workers}[action](
-                args, lambda method, path, **query: _ask(client, method, path, query, url)
-            )
+            does = {"list": _list, "show": _show, "close": _close, "workers": _workers, "replicas": _replicas}
+            does[action](args, lambda method, path, **query: _ask(client, method, path, query, url))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError):
         remedy = f"write one like {DEFAULT_URL}, or unix:/path"
         raise Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2) from None
@@ -183,6 +182,20 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         "last_error": "last error",
     }
     _print_table(tuple(columns.values()), [[worker[key] for key in columns] for worker in said["workers"]])
+    for line in said["differences"]:
+        print(line)
+
+
+def _replicas(args: argparse.Namespace, ask: Ask) -> None:
+    said = ask("GET", "/admin/replicas")
+    if args.json:
+        _print_json(said)
+        return
+    columns = ("replica", "version", "store", "workers", "turns", "sessions", "up_seconds", "peer_address", "differs")
+    for each in said["replicas"]:
+        each["replica"] += " (this one)" if each["this"] else ""
+        each["differs"] = ", ".join(one["setting"] for one in each["differs"]) or None
+    _print_table(columns, [[each[column] for column in columns] for each in said["replicas"]])
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -23,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,8 +32,16 @@ from fastapi import FastAPI
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, Route, client_protocol
+from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
-from app.listening import Place, listen_at_path, removed_at_end
+from app.listening import (
+    Place,
+    is_unspecified,
+    listen_at_path,
+    own_address,
+    read_peer_address,
+    removed_at_end,
+)
 from app.main import Router, create_app
 
 log = logging.getLogger("coatcheck")
@@ -55,10 +64,10 @@ def serve(settings: Settings) -> int:
     with _listening(settings) as listeners:
         if settings.listen.processes > 1:
             return _Supervisor(settings, listeners).run()
-        server = Server(
-            create_app(settings), settings, listeners.admin, announce=lambda: _announce(settings, listeners)
-        )
-        server.run(listeners.public)
+        with _peer_listeners(settings) as peers:
+            app = create_app(settings, peer_place=_advertised(settings, peers))
+            server = Server(app, settings, listeners.admin, peers, announce=lambda: _announce(settings, listeners))
+            server.run(listeners.public)
     return 0
 
 
@@ -94,6 +103,43 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
             bound(public, "--host", "--port"),
             bound(admin, "--admin-listen", "--admin-listen") if admin is not None else [],
         )
+
+
+@contextlib.contextmanager
+def _peer_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
+    """One process's own; empty: it has no peers. Raises Trouble."""
+    place = settings.peer_place
+    with contextlib.ExitStack() as stack:
+        sockets = [] if place is None else _listen_for_peers(place, settings.listen.processes)
+        for listener in sockets:
+            stack.enter_context(contextlib.closing(listener))
+        yield sockets
+
+
+def _listen_for_peers(place: Place, processes: int) -> list[socket.socket]:
+    """At the first port from `place.port` on that no other of so many processes has; 0: at any. Raises Trouble."""
+    last = place.port + processes - 1 if place.port else 0
+    for port in range(place.port, last + 1):
+        try:
+            return listen(place.host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                remedy = "choose another --peer-listen, or off"
+                where = Place(place.host, port)
+                raise Trouble(f"cannot listen for the other replicas on {where}: {error.strerror}; {remedy}") from None
+    raise AssertionError("unreachable")
+
+
+def _advertised(settings: Settings, sockets: Sequence[socket.socket]) -> Place | None:
+    """Where other replicas are told to connect to."""
+    if not sockets:
+        return None
+    host, port = sockets[0].getsockname()[:2]
+    chosen = settings.listen.peer_address
+    if chosen is not None:
+        said = read_peer_address(chosen)
+        return Place(said.host, said.port or port)
+    return Place(own_address(settings.store.places) if is_unspecified(host) else host, port)
 
 
 def listen(host: str, port: int, *, patience: float = 0.0) -> list[socket.socket]:
@@ -172,11 +218,14 @@ class Server(uvicorn.Server):
         router: Router,
         settings: Settings,
         admin_sockets: Sequence[socket.socket] = (),
+        peer_sockets: Sequence[socket.socket] = (),
         *,
         announce: Callable[[], None] = lambda: None,
         forceful: bool = True,
     ) -> None:
-        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+        def config(
+            app: FastAPI, route: Route, lifespan: Literal["on", "off"] = "off", origins: Origins | None = None
+        ) -> uvicorn.Config:
             return uvicorn.Config(
                 app,
                 loop="uvloop",
@@ -190,7 +239,7 @@ class Server(uvicorn.Server):
                         read_wait=settings.limits.client_read_timeout,
                         idle=settings.listen.keepalive_timeout,
                     ),
-                    router.origins if app is router else None,
+                    origins,
                 ),
                 ws="none",
                 lifespan=lifespan,
@@ -203,9 +252,12 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.process.drain_timeout,
             )
 
-        super().__init__(config(router, router.proxy_of, "on"))
-        self._admin_config = config(router.admin_side, lambda path: None, "off")
-        self._admin_sockets = admin_sockets
+        super().__init__(config(router, router.proxy_of, "on", router.origins))
+        self._beside = (
+            (config(router.admin_side, lambda path: None), admin_sockets),
+            (config(router, lambda path: router.door), peer_sockets),
+        )
+        """What is served on listeners of its own."""
         self._router = router
         self._drain_delay = settings.process.drain_delay
         self._announce = announce
@@ -218,24 +270,24 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self.serve_admins()
+        await self.serve_beside()
         if self.started:
             self._announce()
 
-    async def serve_admins(self) -> None:
-        """The second listener, as uvicorn makes the first: closed, drained and waited for with it."""
-        admins = self._admin_config
-        if self._admin_sockets:
-            admins.load()
-        for listener in self._admin_sockets:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: admins.http_protocol_class(  # type: ignore[call-arg]
-                    config=admins, server_state=self.server_state, app_state=self.lifespan.state
-                ),
-                sock=listener,
-                backlog=_BACKLOG,
-            )
-            self.servers.append(server)
+    async def serve_beside(self) -> None:
+        """The other listeners, as uvicorn makes the first: closed, drained and waited for with it."""
+        for served, sockets in self._beside:
+            if sockets:
+                served.load()
+                made: Callable[[], asyncio.Protocol] = functools.partial(
+                    cast(Any, served.http_protocol_class),
+                    config=served,
+                    server_state=self.server_state,
+                    app_state=self.lifespan.state,
+                )
+            for listener in sockets:
+                loop = asyncio.get_running_loop()
+                self.servers.append(await loop.create_server(made, sock=listener, backlog=_BACKLOG))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The signals are not noted as captured: uvicorn would raise them again in the end, and this is no failure.
@@ -347,7 +399,13 @@ def _serve_as_child() -> int:
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
     configure_logging(settings.process.log_level)
     public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
-    Server(create_app(settings), settings, admin, forceful=False).run(public)
+    try:
+        with _peer_listeners(settings) as peers:
+            app = create_app(settings, peer_place=_advertised(settings, peers))
+            Server(app, settings, admin, peers, forceful=False).run(public)
+    except Trouble as trouble:
+        log.error("%s", trouble)
+        return 1
     return 0
 
 

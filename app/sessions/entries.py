@@ -206,6 +206,17 @@ class Entries:
         entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
         return entry
 
+    def hearsay(self, claim: Claim, target: Target, *, kept: bool = False) -> Entry:
+        """Note a claim as another replica knows it. It is not proven: who uses it next asks again."""
+        entry = self.find(claim.key)
+        if entry is None or not entry.continues(claim, target):
+            entry = Entry(claim.key, target)
+            entry.kept = kept
+            self.install(entry)
+        entry.claim, entry.alone = claim, None
+        entry.unprove()
+        return entry
+
     def refresh(self, entry: Entry, claim: Claim) -> None:
         """The claim stood just now. That does not prove what the watch missed."""
         entry.claim, entry.alone, entry.unreadable = claim, None, False

@@ -50,6 +50,7 @@ from pydantic_settings import (
 )
 
 from app import Trouble
+from app.fleet.discovery.urls import check_sources
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
@@ -199,6 +200,11 @@ class Listen(_Group, title="listening"):
 class Workers(_Group, title="workers"):
     worker: Annotated[Texts, Spoken("URL"), _usable(worker_specs)] = ()
     """A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."""
+    workers_from: Annotated[Texts, Spoken("URL"), _usable(check_sources)] = ()
+    """Where other workers are found: file:///path.toml, dns://name:port, dns+srv://name, or the claims URL where they
+    register; without any, and without a worker: at claims; repeatable (in a variable: separated by spaces)."""
+    worker_grace: float = Field(30.0, ge=0, le=86_400)
+    """Seconds after which a worker that is named no more is gone."""
     policy: Annotated[str, Spoken(wrong=f"no such policy; choose one of {', '.join(POLICIES)}")] = Field(
         "least-loaded",
         pattern=f"^({'|'.join(POLICIES)})$",
@@ -364,6 +370,11 @@ class Settings(_Group):
         for name, value in values.items():
             groups[SETTINGS[name].group][name] = value
         return cls.model_validate(groups)
+
+    @property
+    def registers_only(self) -> bool:
+        """No worker is given, and no place to find some: they are those that register at the claims."""
+        return not self.workers.worker and not self.workers.workers_from
 
     def dump(self) -> str:
         """JSON that `load` reads, with secrets in clear: a file that is changed later must not divide processes."""

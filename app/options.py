@@ -16,8 +16,8 @@ from app.serve import configure_logging, serve
 from backends.base import StoreConfigurationError, StoreError
 
 _NO_WORKER = (
-    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file); "
-    "for a first try, `coatcheck up` brings simulated ones"
+    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file), or "
+    "claims where workers can register; for a first try, `coatcheck up` brings simulated ones"
 )
 
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve, or only check. Returns the exit code. Raises Trouble."""
     settings, origins = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
-    if not settings.workers.worker:
+    if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
     configure_logging(settings.process.log_level)
     try:

@@ -3,6 +3,7 @@
     claims/<key>   one immutable file per claim (revision and value); its mtime is the instant at which it expires
     tmp/           files on their way to claims/
     locks/<xx>     a lock for all keys that begin with xx (not to be removed while a router runs)
+    registry/      the records beside the claims, see `registry`; theirs are the locks r0 to rf
     stamps         65,536 counters, one for all keys with the same first four digits (not to be truncated: it is mapped)
 
 *Create*: write a file in `tmp/`, `link` it to its name. The link is complete or absent, and fails if the name is taken.
@@ -88,6 +89,7 @@ class Disk:
     def __init__(self, root: Path, *, shared: bool, sync: bool) -> None:
         self.root = str(root)
         self.claims = f"{self.root}/claims"
+        self.records = f"{self.root}/registry"
         self.shared = shared
         self.clock = Clock()
         self._sync = sync
@@ -99,11 +101,12 @@ class Disk:
         """Makes what is missing of the layout. The root of a shared folder is never made (see `store`)."""
         if not self.shared:
             os.makedirs(self.root, mode=0o700, exist_ok=True)
-        for folder in (self.claims, self._temps, self._locks):
+        for folder in (self.claims, self.records, self._temps, self._locks):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)
         # All locks now: on a full disk, claims can then still be closed.
-        for name in {f"{number:02x}" for number in range(256)}.difference(os.listdir(self._locks)):
+        locks = {f"{number:02x}" for number in range(256)} | {f"r{number:x}" for number in range(16)}
+        for name in locks.difference(os.listdir(self._locks)):
             os.close(os.open(f"{self._locks}/{name}", os.O_WRONLY | os.O_CREAT, 0o600))
         self._prepared = True
 
@@ -117,7 +120,7 @@ class Disk:
     def locked(self, key: str) -> Iterator[int]:
         """Holds the lock of the key. Raises NotYet when another thread or process does. Freed when we die."""
         path = f"{self._locks}/{key[:2]}"
-        with _Opened(self._open(path, os.O_RDWR | os.O_CREAT)) as fd:
+        with Opened(self._open(path, os.O_RDWR | os.O_CREAT)) as fd:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -131,19 +134,22 @@ class Disk:
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
     @contextlib.contextmanager
-    def written(self, content: bytes, expires_ns: Callable[[int], int] = int) -> Iterator[tuple[str, os.stat_result]]:
-        """A complete temporary file, until the end of the context. `expires_ns`: from the time now to its expiry."""
+    def written(
+        self, content: bytes, expires_ns: Callable[[int], int] = int, *, sync: bool = True
+    ) -> Iterator[tuple[str, os.stat_result]]:
+        """A complete temporary file, until the end of the context. `expires_ns`: from the time now to its expiry;
+        `sync`: where the store syncs at all."""
         temp = f"{self._temps}/{secrets.token_hex(12)}"
         before_ns = time.monotonic_ns()
         fd = self._open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
-            with _Opened(fd):
+            with Opened(fd):
                 now_ns = self.clock.learn(before_ns, os.fstat(fd).st_mtime_ns)
                 written = 0
                 while written < len(content):
                     written += os.write(fd, content[written:])
                 os.utime(fd, ns=(expires_ns(now_ns),) * 2)
-                if self._sync:
+                if self._sync and sync:
                     os.fsync(fd)
                 status = os.fstat(fd)
             yield temp, status
@@ -163,7 +169,7 @@ class Disk:
 
     def look(self) -> os.stat_result:
         """The claims folder. Opened, not just asked: NFS answers a plain stat from its cache."""
-        with _Opened(self._open(self.claims, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        with Opened(self._open(self.claims, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             return os.fstat(fd)
 
     def is_settled(self, looked: os.stat_result) -> bool:
@@ -171,7 +177,7 @@ class Disk:
         return looked.st_mtime_ns + _COARSE_MTIME_NS < self.clock.now_ns()
 
     def names(self) -> list[str]:
-        with _Opened(self._open(self.claims, os.O_RDONLY | os.O_DIRECTORY)) as fd:
+        with Opened(self._open(self.claims, os.O_RDONLY | os.O_DIRECTORY)) as fd:
             return os.listdir(fd)
 
     def stir(self) -> None:
@@ -221,12 +227,12 @@ class Stamps:
         """Maps the file that is in the folder now, unless it is mapped already."""
         if not self._usable:
             return
-        with _Opened(self._file()) as fd:
+        with Opened(self._file()) as fd:
             status = os.fstat(fd)
             if self._page is not None and os.path.samestat(self._page.file, status):
                 return
             # Mapped through a descriptor for reading: one for writing would forbid to remount the disk read-only.
-            with _Opened(os.open(self._path, os.O_RDONLY)) as reading:
+            with Opened(os.open(self._path, os.O_RDONLY)) as reading:
                 if status.st_size != _STAMPS_BYTES or not os.path.samestat(os.fstat(reading), status):
                     raise NotYet("the stamp file was replaced")
                 counters = memoryview(mmap.mmap(reading, _STAMPS_BYTES, prot=mmap.PROT_READ)).cast("Q")
@@ -248,7 +254,7 @@ class Stamps:
             yield
             return
         # Also where this process has no use for stamps: another may have.
-        with _Opened(self._file()) as fd:
+        with Opened(self._file()) as fd:
             yield
             offset = 8 * int(key[:4], 16)
             counter = int.from_bytes(os.pread(fd, 8, offset), sys.byteorder)
@@ -408,7 +414,7 @@ class Claims:
         path = self._path(key)
         try:
             # O_NONBLOCK: somebody's named pipe must not hold us up.
-            with _Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd:
+            with Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as fd:
                 status = os.fstat(fd)
                 raw = os.read(fd, _MAX_CLAIM_BYTES)
         except OSError as error:
@@ -460,7 +466,7 @@ def _is_at(path: str, fd: int) -> bool:
         return False
 
 
-class _Opened:
+class Opened:
     """A descriptor, closed at the end of the context. A generator would cost a read a tenth more."""
 
     def __init__(self, fd: int) -> None:

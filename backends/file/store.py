@@ -16,7 +16,7 @@ Not promised anywhere: surviving a power failure without loss. A claim's content
 (`sync`), so a claim is never torn, but the folder is not synced, so the youngest claims may be missing afterwards.
 
 How it works: `disk` has the layout and all that touches it, `threads` does that within the deadline, `watch` has the
-events.
+events, `registry` the records beside the claims.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from backends.base import (
     StoreError,
 )
 from backends.file.disk import Claims, Disk, Found, Stamps
+from backends.file.registry import FileRegistry
 from backends.file.threads import MISCONFIGURED, Threads
 from backends.file.watch import Watch
 
@@ -54,6 +55,7 @@ class FileStore:
         self._claims = Claims(self._disk, self._stamps)
         self._threads = Threads(deadline)
         self._watch = Watch(self._disk, self._claims, self._threads, poll=poll or shared)
+        self._registry = FileRegistry(self._disk, self._threads)
         self._shortest_ttl = 4 * 30.0
         self._upkeep = asyncio.create_task(self._tend())
 
@@ -81,6 +83,10 @@ class FileStore:
             log.warning("%s: no claims until this passes: %s", root, error)
         return store
 
+    @property
+    def registry(self) -> FileRegistry:
+        return self._registry
+
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
         self._shortest_ttl = min(self._shortest_ttl, ttl)
         found, created = await self._threads.run(lambda step: self._claims.create_or_get(step, key, proposal, ttl))
@@ -107,6 +113,7 @@ class FileStore:
         await self._threads.run(lambda _: self._claims.check())
 
     async def aclose(self) -> None:
+        await self._registry.aclose()
         self._threads.end()
         await self._watch.aclose()
         self._upkeep.cancel()
@@ -133,6 +140,7 @@ class FileStore:
                 if loop.time() >= walked_at + every:
                     walked_at = loop.time()
                     await self._watch.walk()
+                    await self._registry.sweep()
             except StoreError as error:
                 # Every call tells its caller the same; here it is enough to try again.
                 log.debug("%s: upkeep: %s", self._disk.root, error)

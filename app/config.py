@@ -10,6 +10,7 @@ help tells neither group nor default nor variable.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import json
@@ -387,6 +388,20 @@ class Settings(_Group):
     def load(cls, dumped: str) -> Self:
         return cls.flat(**json.loads(dumped))
 
+    def changed_by(self, read: EffectiveSettings) -> tuple[Self, list[str], list[str]]:
+        """What these settings become while the router runs, when `read` is what their sources say now. Then which of
+        them change, and which would and cannot, by their keys."""
+        values: dict[str, Any] = {}
+        changed: list[str] = []
+        fixed: list[str] = []
+        for name, setting in SETTINGS.items():
+            value, new = setting.value(self), setting.value(read.settings)
+            made_anew = setting.field.default_factory is not None and read.origins[name].kind == "default"
+            if value != new and not made_anew:
+                (changed if name in CHANGEABLE else fixed).append(setting.key)
+            values[name] = new if name in CHANGEABLE else value
+        return self.flat(**values), changed, fixed
+
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
         workers, sessions, store, limits = self.workers, self.sessions, self.store, self.limits
@@ -497,6 +512,21 @@ SETTINGS = {
     for name, field in model.annotation.model_fields.items()
 }
 """Every setting, by its own name, in the order in which help and documentation show them."""
+CHANGEABLE = frozenset(
+    {
+        *("worker", "workers_from", "worker_api_key", "worker_api_key_file", "api_keys"),
+        *(
+            "connect_timeout",
+            "first_byte_timeout",
+            "idle_timeout",
+            "turn_timeout",
+            "max_body_bytes",
+            "max_header_bytes",
+        ),
+        *("client_head_timeout", "client_body_timeout", "client_read_timeout", "keepalive_timeout"),
+    }
+)
+"""The settings that a running router takes up again."""
 SECRETS = tuple(name for name, setting in SETTINGS.items() if setting.field.annotation is SecretStr)
 """Each of them can be given as `NAME_file` too."""
 
@@ -517,11 +547,18 @@ class Origin(NamedTuple):
     kind: Literal["flag", "variable", "file", "default"]
     name: str
     file: str = ""
+    line: int = 0
+    """Of the file; 0: not known."""
 
     def __str__(self) -> str:
         if self.kind == "default":
             return "default"
         return f"{self.kind} {self.name}" if self.kind != "file" else f"{self.name} in {self.file}"
+
+    @property
+    def place(self) -> str:
+        """Where in its file; for behind a message."""
+        return f" (line {self.line})" if self.line else ""
 
     def with_value(self, value: str) -> str:
         """The setting as the user would have to write it."""
@@ -538,6 +575,12 @@ class EffectiveSettings(NamedTuple):
     """One for each setting."""
 
 
+def config_file(given: Path | None) -> Path | None:
+    """The configuration file: what a flag names, else what the variable does."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    return given if given is not None or not named else Path(named)
+
+
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> EffectiveSettings:
     """The settings from `flags` (setting → value as given), the process's environment, and `file`.
 
@@ -551,13 +594,15 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> Effecti
         file, named_by = Path(os.environ[CONFIG_VARIABLE]), Origin("variable", CONFIG_VARIABLE)
     for key, value in _read_file(file, named_by).items() if file is not None else ():
         name = str(key).replace("-", "_")
+        origin = Origin("file", str(key), str(file), _line_of(file, str(key)))
         if name not in SETTINGS:
             known = [setting.key for setting in SETTINGS.values()]
-            problems.append(f"{file}: there is no setting {key!r}{_did_you_mean(str(key), known)}")
+            problems.append(f"{file}: there is no setting {key!r}{_did_you_mean(str(key), known)}{origin.place}")
         elif name in values:
-            problems.append(f"{file}: {name!r} is given twice, as {origins[name].name!r} and {key!r}; remove one")
+            twice = f"as {origins[name].name!r} and {key!r}; remove one{origin.place}"
+            problems.append(f"{file}: {name!r} is given twice, {twice}")
         else:
-            values[name], origins[name] = value, Origin("file", str(key), str(file))
+            values[name], origins[name] = value, origin
     variables = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())]
     problems += [
         f"there is no variable {name}{_did_you_mean(name, variables)}"
@@ -604,6 +649,15 @@ def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:
         raise SettingsError([f"{file}: {' '.join(str(error).split())}; correct the file"]) from None
 
 
+def _line_of(file: Path | None, key: str) -> int:
+    """The line of a file that gives `key` its value; 0: not found. What parses these files does not tell."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None else []
+        gives = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*[=:]""").match
+        return next((number for number, line in enumerate(lines, 1) if gives(line)), 0)
+    return 0
+
+
 def _did_you_mean(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known, 1, 0.5)
     return f"; did you mean {close[0]}?" if close else "; remove it"
@@ -623,9 +677,10 @@ def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, RelationError):
-            lines.append(f"{' with '.join(map(written, cause.names))}: {cause.message}")
+            places = "".join(origins[name].place for name in cause.names)
+            lines.append(f"{' with '.join(map(written, cause.names))}: {cause.message}{places}")
         else:
             name = str(problem["loc"][1])
             wrong = cause or SETTINGS[name].spoken.wrong or f"must be {SETTINGS[name].expected}"
-            lines.append(f"{written(name)}: {wrong}")
+            lines.append(f"{written(name)}: {wrong}{origins[name].place}")
     return list(dict.fromkeys(lines))

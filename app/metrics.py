@@ -203,6 +203,14 @@ class Metrics(Collector):
         name = path.decode("latin-1")
         self.unnamed.cells[name if (name,) in self.unnamed.cells else "other",] += 1
 
+    def forget_worker(self, name: str) -> None:
+        """Nothing is told any more of a worker that is gone: names come and go with pods, and never end."""
+        for metric in vars(self).values():
+            if isinstance(metric, Counter) and "worker" in metric.labels:
+                at = list(metric.labels).index("worker")
+                for cell in [cell for cell in metric.cells if cell[at] == name]:
+                    del metric.cells[cell]
+
     def collect(self) -> Iterable[Metric]:
         for metric in vars(self).values():
             if isinstance(metric, Counter | Histogram):

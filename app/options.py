@@ -10,14 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from app import Trouble
-from app.config import CONFIG_VARIABLE, SETTINGS, Origin, Setting, Settings, mask, read_settings, shown_value
-from app.main import open_claims
+from app.config import (
+    CONFIG_VARIABLE,
+    SETTINGS,
+    Origin,
+    Setting,
+    Settings,
+    config_file,
+    mask,
+    read_settings,
+    shown_value,
+)
+from app.main import open_claims, open_sources
+from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from backends.base import StoreConfigurationError, StoreError
 
 _NO_WORKER = (
-    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file), or "
-    "claims where workers can register; for a first try, `coatcheck up` brings simulated ones"
+    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file), "
+    "or claims where workers can register; for a first try, `coatcheck up` brings simulated ones"
 )
 
 
@@ -55,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve, or only check. Returns the exit code. Raises Trouble."""
-    settings, origins = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
+    flags = {k: v for k, v in vars(args).items() if k in SETTINGS}
+    settings, origins = read_settings(flags, args.config)
     if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
     configure_logging(settings.process.log_level)
@@ -73,13 +85,15 @@ def run(args: argparse.Namespace) -> int:
     if args.check:
         print(_overview(settings, origins))
         return 0
-    return serve(settings)
+    return serve(Rereading(settings, lambda: read_settings(flags, args.config), config_file(args.config)))
 
 
 async def _try_store(settings: Settings) -> None:
-    """Open the store and close it again. Raises StoreError; a StoreConfigurationError will not pass by itself."""
+    """Open the stores and close them again. Raises StoreError; a StoreConfigurationError will not pass by itself."""
     store = await open_claims(settings)
     try:
+        for source in (await open_sources(settings, store))[1]:
+            await source.aclose()
         await store.check()
     finally:
         await store.aclose()

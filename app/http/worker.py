@@ -400,7 +400,7 @@ class Pool:
         self._host, self._port, self._tls = host, port, tls
         self._server_name = server_name
         self._is_name = not tcp.is_numeric(host)
-        self._connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
+        self.connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
         self._idle: deque[WorkerConnection] = deque()
         self._all: set[WorkerConnection] = set()
         self._reaper: asyncio.TimerHandle | None = None
@@ -423,10 +423,10 @@ class Pool:
         """A new connection. Raises ConnectFailed or LocalLimit."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_limit):
+            async with asyncio.timeout(self.connect_limit):
                 connection = await self._open(loop)
         except TimeoutError as error:
-            raise ConnectFailed(f"no connection within {self._connect_limit:g} s") from error
+            raise ConnectFailed(f"no connection within {self.connect_limit:g} s") from error
         except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors
             if error.errno in _OUR_FAULT:
                 raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error

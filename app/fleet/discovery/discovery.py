@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
+from app.errors import TurnError
 from app.fleet.discovery.listening import Listener, Told
 from app.fleet.discovery.marks import Marks, OperatorMark, State
 from app.fleet.discovery.source import Source
 from app.fleet.workers import Fleet, Mark, Worker, WorkerSpec
-from backends.base import StoreUnavailable
+from backends.base import StoreError
 from backends.registry import Registry
 
 log = logging.getLogger("coatcheck.fleet")
@@ -155,9 +156,12 @@ class Discovery:
         for label, specs in views:
             for spec in specs:
                 same = wanted.get(spec.name)
+                known_as = urls.get(spec.url)
                 if same is not None:
                     if same.url != spec.url:
-                        odd.append(f"worker {urls[spec.url]} is at {spec.url}; {label} calls it {spec.name}: passed over")
+                        odd.append(f"worker {spec.name} is at {same.url}; {label} says {spec.url}: passed over")
+                elif known_as is not None:
+                    odd.append(f"worker {known_as} is at {spec.url}; {label} calls it {spec.name}: passed over")
                 else:
                     wanted[spec.name] = spec
                     urls[spec.url] = spec.name
@@ -230,34 +234,42 @@ class Discovery:
 
     async def mark(self, name: str, state: State, *, by: str, deadline: float = 0.0) -> OperatorMark:
         """An operator's word on a worker, for all replicas; obeyed here at once. `deadline`: seconds from now until a
-        draining worker's sessions move; 0: they stay. Raises KeyError where nobody knows the worker, StoreError."""
+        draining worker's sessions move; 0: they stay. Raises TurnError `unknown_worker`, `store_unavailable`."""
         marks = self._known_marks()
         wall = self._wall()
         standing = marks.by_name.get(name)
         elsewhere = self._named_elsewhere(name)
         if standing is None and not elsewhere and self._fleet.worker(name) is None:
-            raise KeyError(name)
+            raise TurnError("unknown_worker", f"nobody here knows a worker called {name}", param="name")
         url, ranks = (standing.url, standing.ranks) if standing is not None else ("", 0)
         until = wall + deadline if state == "draining" and deadline else 0.0
         mark = OperatorMark(state=state, by=by, at=wall, deadline=until, url=url, ranks=ranks)
-        await marks.put(name, mark, named_elsewhere=elsewhere)
+        await self._put(marks, name, mark)
         log.warning("worker %s: an operator (%s) says %s", name, by, state)
         self._apply()
         return mark
 
     async def add(self, spec: WorkerSpec, *, by: str) -> OperatorMark:
-        """An operator names a worker, for all replicas; a removal of it ends. Raises StoreError."""
+        """An operator names a worker, for all replicas; a removal of it ends. Raises TurnError
+        `store_unavailable`."""
         marks = self._known_marks()
         mark = OperatorMark(state="none", by=by, at=self._wall(), url=spec.url, ranks=spec.ranks)
-        await marks.put(spec.name, mark, named_elsewhere=self._named_elsewhere(spec.name))
+        await self._put(marks, spec.name, mark)
         log.warning("worker %s: an operator (%s) adds %s", spec.name, by, spec.url)
         self._apply()
         return mark
 
     def _known_marks(self) -> Marks:
         if self.marks is None:
-            raise StoreUnavailable("there is no registry to write marks into")
+            raise TurnError("store_unavailable", "there is no registry to write it into")
         return self.marks
+
+    async def _put(self, marks: Marks, name: str, mark: OperatorMark) -> None:
+        try:
+            await marks.put(name, mark, named_elsewhere=self._named_elsewhere(name))
+        except StoreError as error:
+            why = f"the registry cannot be reached, so not all replicas were told ({error})"
+            raise TurnError("store_unavailable", why) from error
 
     def _named_elsewhere(self, name: str) -> bool:
         return self.source_of(name) not in ("", OPERATOR_LABEL)

@@ -54,9 +54,11 @@ _LOOK_EVERY = 0.5
 """Seconds between looks whether a draining engine has anything left to do."""
 _QUIET_LOOKS = 2
 """Of these in a row: a turn may be on its way between two."""
+_HEARD_WITHIN = 2.5
+"""Seconds in which every router has heard that it is draining; what is removed earlier looks like a loss."""
 _MOST_BYTES = 4 << 20
 _TTL = 15.0
-_MOCK_DRAIN = 2.0
+_MOCK_DRAIN = 4.0
 _BUSY = re.compile(
     r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
     r"|llamacpp:requests_(?:processing|deferred))(?:\{[^}]*\})? ([0-9.eE+-]+)",
@@ -214,7 +216,7 @@ class Registration:
         return True
 
     async def _leave(self, hurry: asyncio.Event) -> None:
-        ends_at = self._clock() + self._drain
+        heard_at, ends_at = self._clock() + _HEARD_WITHIN, self._clock() + self._drain
         until = self._wall() + self._drain / 2
         self._record = msgspec.structs.replace(self._record, draining=True, until=until)
         log.info("%s is draining, for at most %g s", self._name, self._drain)
@@ -223,7 +225,7 @@ class Registration:
             if self._clock() >= again_at and await self._put():
                 again_at = self._clock() + self._ttl / 3
             quiet = quiet + 1 if await self._engine.busy() is False else 0
-            if quiet >= _QUIET_LOOKS:
+            if quiet >= _QUIET_LOOKS and self._clock() >= heard_at:
                 break
             await _either(hurry, timeout=min(_LOOK_EVERY, max(0.0, ends_at - self._clock())))
         try:

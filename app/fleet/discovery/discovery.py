@@ -184,7 +184,7 @@ class Discovery:
         if mark is not None and mark.state in ("cordoned", "draining"):
             said, why = mark.state, f"by {mark.by}"
         if said != worker.mark:
-            log.warning("worker %s: %s, was %s (%s)", spec.name, said, worker.mark, why if said != "none" else "ended")
+            log.warning("worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why if said != "none" else "ended")
             worker.mark = said
 
     def _come(self, spec: WorkerSpec, old: Worker | None) -> Worker:
@@ -245,7 +245,7 @@ class Discovery:
         until = wall + deadline if state == "draining" and deadline else 0.0
         mark = OperatorMark(state=state, by=by, at=wall, deadline=until, url=url, ranks=ranks)
         await self._put(marks, name, mark)
-        log.warning("worker %s: an operator (%s) says %s", name, by, state)
+        log.warning("worker %s: %s says %s", name, by, state if state != "none" else "it is in use again")
         self._apply()
         return mark
 
@@ -255,7 +255,7 @@ class Discovery:
         marks = self._known_marks()
         mark = OperatorMark(state="none", by=by, at=self._wall(), url=spec.url, ranks=spec.ranks)
         await self._put(marks, spec.name, mark)
-        log.warning("worker %s: an operator (%s) adds %s", spec.name, by, spec.url)
+        log.warning("worker %s: %s adds it, at %s", spec.name, by, spec.url)
         self._apply()
         return mark
 

@@ -101,7 +101,7 @@ class Listener:
             if said.workers or said.emptied:
                 each.view = said
             else:
-                trouble = "it names no worker"
+                trouble = "it names no worker" if each.view.workers else "it names no worker yet"
         if trouble != each.trouble:
             each.trouble = trouble
             count = len(each.view.workers)

@@ -881,7 +881,7 @@ async def test_a_dead_watch_is_noticed(server: EtcdServer, open_store: Open, blo
     else:
         server.resume()
 
-    async def resubscribe() -> Subscription:
+    async def resubscribe() -> Subscription[Deleted]:
         events = store.subscribe()
         assert await next_event(events) == Reset()
         return events

@@ -115,6 +115,16 @@ async def _serve(url: str, deadline: float) -> None:
                 return next(at for key, at in heard if key == command["key"])
             case "churn":
                 return await _churn(store, command["keys"], command["worker"], command["rounds"])
+            case "put record":
+                if "at" in command:
+                    await asyncio.sleep(command["at"] - time.monotonic())
+                for value in command["values"]:
+                    await store.registry.put("workers", command["record"], value.encode(), command["ttl"])
+                return "put"
+            case "remove record":
+                return await store.registry.remove("workers", command["record"])
+            case "list records":
+                return {name: value.decode() for name, value in (await store.registry.list("workers")).items()}
             case "hold lock":
                 # Until we are killed: the lock that protects this key's file.
                 locks.append(store._disk.locked(command["key"]))  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from typing import Self
 import pytest
 
 from backends.base import Claim, ClaimStore, ClaimValue, Deleted, Event, Reset, StoreUnavailable
+from backends.registry import Put, Registry, RegistryEvent
 
 
 def a_key() -> str:
@@ -107,3 +108,69 @@ class Subscriber:
                     await self._news.wait()
             except TimeoutError:
                 raise AssertionError(f"not within {within} s; heard {self.events}") from None
+
+
+class Watcher:
+    """Watches a kind as the contract has it: lists at each Reset, and then applies what it is told.
+
+    Entered when it has listed for the first time."""
+
+    def __init__(self, registry: Registry, kind: str) -> None:
+        self.events: list[RegistryEvent] = []
+        self.known: dict[str, bytes] = {}
+        self._registry = registry
+        self._kind = kind
+        self._news = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self.task = asyncio.create_task(self._listen())
+        await self.until(lambda: bool(self.events))
+        assert self.events[0] == Reset()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        ended = self.task.done()
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        if kind is None and ended:
+            assert isinstance(self.task.exception(), StoreUnavailable | None)
+
+    async def _listen(self) -> None:
+        watch = self._registry.watch(self._kind)
+        async for event in watch:
+            if isinstance(event, Reset):
+                self.known = await self._registry.list(self._kind)
+            elif isinstance(event, Put):
+                self.known[event.name] = event.value
+            else:
+                self.known.pop(event.name, None)
+            self.events.append(event)
+            self._news.set()
+
+    def of(self, name: str) -> list[RegistryEvent]:
+        return [event for event in self.events if not isinstance(event, Reset) and event.name == name]
+
+    async def knows(self, known: dict[str, bytes], within: float = 10.0) -> None:
+        await self.until(lambda: self.known == known, within)
+
+    async def fails(self, within: float) -> None:
+        """Waits until it is told that its watch is not alive any more."""
+        with pytest.raises(StoreUnavailable):
+            await asyncio.wait_for(asyncio.shield(self.task), within)
+
+    async def until(self, condition: Callable[[], bool], within: float = 10.0) -> None:
+        give_up_at = time.monotonic() + within
+        while not condition():
+            if self.task.done():
+                await self.task
+                raise AssertionError("the watch ended")
+            self._news.clear()
+            news = asyncio.ensure_future(self._news.wait())
+            done, _ = await asyncio.wait(
+                {self.task, news}, timeout=give_up_at - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+            )
+            news.cancel()
+            assert done, f"not within {within} s; heard {self.events}"

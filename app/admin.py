@@ -96,13 +96,16 @@ def add_admin(
 
     @routes.get("/workers", summary="The workers that this replica uses")
     async def workers() -> dict[str, Any]:
-        counts = affinity().census()
+        counts, now = affinity().census(), time.monotonic()
         return {
             "replica": replica,
             "workers": [
                 {
                     "name": worker.name,
                     "url": worker.url,
+                    "state": worker.state,
+                    "since_seconds": round(now - worker.health.since, 1),
+                    "reason": worker.health.why,
                     "available": worker.available,
                     "in_flight": worker.in_flight,
                     "ranks": [
@@ -112,6 +115,11 @@ def add_admin(
                     ],
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
+                    "turns": worker.cells.total,
+                    "errors_per_minute": worker.health.errors.per_minute(),
+                    "last_error": worker.health.errors.last or None,
+                    "last_error_seconds": _ago(now, worker.health.errors.last_at),
+                    "probe": None if worker.health.probe is None else worker.health.probe.value,
                     "mark": worker.mark,
                     "gone_in_seconds": discovery.seconds_left(worker),
                     "source": discovery.source_of(worker.name),
@@ -177,6 +185,10 @@ def _word(mark: OperatorMark | None) -> dict[str, Any]:
     if mark is None:
         return {"by": None, "at": None, "deadline": None}
     return {"by": mark.by, "at": mark.at, "deadline": mark.deadline or None}
+
+
+def _ago(now: float, at: float) -> float | None:
+    return round(now - at, 1) if at else None
 
 
 def _spoken(view: View, replica: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Container
+from collections.abc import AsyncIterator, Container, Iterator
 from typing import Any
 
 import msgspec
@@ -19,15 +19,18 @@ from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.records import RegistrySource, this_host
 from app.fleet.discovery.source import Source
 from app.fleet.discovery.urls import open_source
+from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
 from app.fleet.policies import POLICIES
+from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, Worker, WorkerSpec, make_worker, worker_specs
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
+from app.http.names import Names
 from app.http.origins import Crossing, Origins
 from app.listening import is_loopback
 from app.management import Management
-from app.metrics import Metrics
+from app.metrics import SHOWN_STATES, Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
@@ -152,10 +155,12 @@ def _marking(send: Send, crossing: Crossing) -> Send:
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
     tls = _worker_tls(settings.workers)
+    names, tolerated = Names(), tolerance(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
+    metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
 
-    def make(spec: WorkerSpec) -> Worker:
+    def make(spec: WorkerSpec, joins: bool) -> Worker:
         return make_worker(
             spec.url,
             name=spec.name,
@@ -164,6 +169,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             tls_name=spec.tls_name,
             connect_limit=app.settings.limits.connect_timeout,
             idle_limit=settings.workers.worker_keepalive,
+            names=names,
+            tolerance=tolerated,
+            joins=joins,
         )
 
     policy = POLICIES[settings.workers.policy]
@@ -224,6 +232,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             await app.discovery.start(claims.registry, sources)
             stack.push_async_callback(app.discovery.aclose)
             app.affinity.start()
+            prober = Prober(fleet, how_to_probe(settings.workers, app.reading.key_line))
+            stack.callback(prober.stop)
+            await prober.start()
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
             stack.push_async_callback(app.affinity.aclose)
@@ -334,6 +345,25 @@ def _turn_limits(settings: Settings) -> Limits:
     return Limits(first_byte=limits.first_byte_timeout, idle=limits.idle_timeout, total=limits.turn_timeout)
 
 
+def tolerance(settings: Workers) -> Tolerance:
+    """What is asked of workers."""
+    return Tolerance(
+        probed=settings.probe_path != "off",
+        failures=settings.suspect_after,
+        good_probes=settings.good_probes,
+        down_after=settings.down_after,
+        slow_start=settings.slow_start,
+    )
+
+
+def how_to_probe(settings: Workers, key_line: bytes) -> Probing:
+    """`key_line`: the header that workers want."""
+    path = "" if settings.probe_path == "off" else settings.probe_path
+    return Probing(
+        path=path.encode(), interval=settings.probe_interval, limit=settings.probe_timeout, key_line=key_line
+    )
+
+
 def _worker_tls(settings: Workers) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=settings.worker_ca)
     if not settings.worker_tls_verify:
@@ -341,6 +371,11 @@ def _worker_tls(settings: Workers) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["http/1.1"])
     return context
+
+
+def _sessions(app: Router) -> Iterator[tuple[str, float]]:
+    counts = app.affinity.census()
+    return ((worker.name, counts[worker.name]) for worker in app.fleet)
 
 
 def _register_gauges(app: Router) -> None:
@@ -352,6 +387,18 @@ def _register_gauges(app: Router) -> None:
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
     metrics.gauge("coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up")
     metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching)
+    metrics.table(
+        "coatcheck_worker_state",
+        "1 for the state that a worker is in.",
+        ("worker", "state"),
+        lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
+    )
+    metrics.gauges(
+        "coatcheck_worker_sessions",
+        "Sessions that this replica knows, by their worker.",
+        "worker",
+        lambda: _sessions(app),
+    )
     metrics.gauges(
         "coatcheck_in_flight",
         "Attempts that hold a slot.",

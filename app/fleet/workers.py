@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +14,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from app.fleet.health import Cause, Change, Health, State, Tolerance
 from app.http.headers import Header, Origin
+from app.http.names import Names
 from app.http.worker import Pool
+from app.metrics import WorkerCells
 
-_AVOID_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long a worker that could not be reached gets no new sessions, by how often in a row that happened."""
+log = logging.getLogger("coatcheck.fleet")
+
 _LEARNT_WITHIN = 2.0
 """Seconds in which a worker that another replica knows is waited for."""
 _STRANGE_FOR = 30.0
@@ -25,7 +29,7 @@ _STRANGE_FOR = 30.0
 _STRANGERS = 10_000
 
 Mark = Literal["none", "cordoned", "draining"]
-"""What an operator, or the worker itself, has decided: cordoned and draining workers get no new sessions."""
+"""What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
 
 
 class WorkerError(ValueError):
@@ -35,13 +39,21 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_avoid_until", "_clock", "_unreachable", "authority", "base_path", "host_line", "known", "leaving",
-                 "mark", "name", "origin", "pool", "spec", "targets", "url")  # fmt: skip
+    __slots__ = ("authority", "base_path", "burden", "cells", "health", "host_line", "known", "leaving", "mark", "name",
+                 "origin", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
-        self, name: str, url: str, pool: Pool, *, ranks: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        url: str,
+        pool: Pool,
+        *,
+        ranks: int = 0,
+        tolerance: Tolerance | None = None,
+        joins: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it."""
+        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it. `joins`: as for Health."""
         parts = urlsplit(url)
         self.name = name
         self.url = url
@@ -59,32 +71,28 @@ class Worker:
         """Nobody names it any more; it is gone when that lasts."""
         self.spec: WorkerSpec | None = None
         """As whoever named it describes it."""
-        self._clock = clock
-        self._unreachable = 0
-        self._avoid_until = 0.0
+        self.health = Health(tolerance or Tolerance(), joins=joins, clock=clock)
+        self.burden = 0.0
+        """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
+        self.cells = WorkerCells()
 
     @property
     def available(self) -> bool:
         """May be given a new session."""
-        return self.known and self.mark == "none" and not self.leaving and self._clock() >= self._avoid_until
+        sound = self.health.state in (State.UP, State.SUSPECT)
+        return self.known and self.mark == "none" and not self.leaving and sound
+
+    @property
+    def state(self) -> str:
+        """In one word: gone, what was decided, or how it is. Whoever is down is down whatever was decided."""
+        if not self.known:
+            return "gone"
+        decided = "leaving" if self.leaving and self.mark == "none" else self.mark
+        return decided if decided != "none" and self.health.state is not State.DOWN else self.health.state.value
 
     @property
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
-
-    def unreachable(self) -> None:
-        """A connection could not be made."""
-        now = self._clock()
-        if now < self._avoid_until:
-            return  # many turns find out about one outage; that is not many in a row
-        self._avoid_until = now + _AVOID_SECONDS[min(self._unreachable, len(_AVOID_SECONDS) - 1)]
-        self._unreachable += 1
-
-    def reached(self) -> None:
-        """A connection was made."""
-        if self._unreachable:
-            self._unreachable = 0
-            self._avoid_until = 0.0
 
 
 class Target:
@@ -108,8 +116,9 @@ class Target:
             self.headers.append((b"x-coatcheck-rank", b"%d" % rank))
 
     @property
-    def load(self) -> int:
-        return self.in_flight + self.reserved
+    def load(self) -> float:
+        """In turns in flight: its own, those to come, and what counts for some (`Worker.burden`)."""
+        return self.in_flight + self.reserved + self.worker.burden
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
@@ -125,7 +134,7 @@ class Fleet:
     """The workers this replica may use, by name. They come and go while turns run."""
 
     def __init__(self, workers: Iterable[Worker], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises WorkerError when two workers have one name."""
+        """`clock` must be the workers'. Raises WorkerError when two workers have one name."""
         self._clock = clock
         self._workers: dict[str, Worker] = {}
         self._awaited: dict[str, asyncio.Event] = {}
@@ -142,7 +151,29 @@ class Fleet:
                     "give one another name (--worker URL,name=...)"
                 )
             self._workers[worker.name] = worker
+            self._look_after(worker)
         self._placements = 0
+        self._trial: Worker | None = None
+        """The one among the last candidates that was there to be tried."""
+
+    def _look_after(self, worker: Worker) -> None:
+        """Of each worker that comes: what its turns alone may do to it has bounds, and what becomes of it is told."""
+        worker.health.may_suspect = self._may_suspect
+
+        def changed(change: Change) -> None:
+            worker.cells.changes[change.before.value, change.after.value] += 1
+            # That a worker is there when the router starts is no news.
+            level = logging.INFO if change.first and change.after is State.UP else logging.WARNING
+            before, after = change.before.value, change.after.value
+            log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why)
+
+        worker.health.changed = changed
+
+    def _may_suspect(self) -> bool:
+        """Whether turns alone may take out one more: never more than half. When all fail, it is what all stand on, or
+        the requests."""
+        known = [worker for worker in self._workers.values() if worker.known]
+        return 2 * (1 + sum(worker.health.cause is Cause.TURNS for worker in known)) <= len(known)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -167,6 +198,7 @@ class Fleet:
         """It is of the fleet from now on, in place of one of the same name."""
         self._dismiss(self._workers.get(worker.name))
         self._workers[worker.name] = worker
+        self._look_after(worker)
         self._strangers.pop(worker.name, None)
         if worker.name in self._awaited:
             self._awaited.pop(worker.name).set()
@@ -202,21 +234,61 @@ class Fleet:
         if len(self._strangers) > _STRANGERS:
             del self._strangers[next(iter(self._strangers))]
 
-    def candidates(self, excluded: frozenset[str] = frozenset()) -> list[Target]:
-        """The targets a new session may go to. When every worker is being avoided, all that are not marked: trying
-        beats refusing."""
-        workers = [w for w in self._workers.values() if w.known and w.mark == "none" and w.name not in excluded]
-        good = [w for w in workers if w.available] or [w for w in workers if not w.leaving]
-        return [target for worker in good or workers for target in worker.targets]
+    def candidates(self, excluded: frozenset[str] = frozenset(), *, trials: bool = True) -> list[Target]:
+        """The targets that may serve a new session, or a turn without one: those of workers that are up; of suspected
+        ones too when most are; of one that is due to be tried (`trials`), which has the least load of all. When nobody
+        is up or suspected, all that are not cordoned or gone: trying beats refusing. A policy picks by `load`."""
+        up: list[Worker] = []
+        suspected: list[Worker] = []
+        others: list[Worker] = []
+        for worker in self._workers.values():
+            if worker.known and worker.mark == "none" and worker.name not in excluded:
+                state = worker.health.state
+                sound = up if state is State.UP else suspected if state is State.SUSPECT else others
+                (others if worker.leaving else sound).append(worker)
+        now = self._clock()
+        self._trial = None
+        chosen = up
+        if len(suspected) > len(up):
+            chosen = up + suspected
+        elif not up:
+            chosen = others
+        elif trials and (suspected or others):
+            self._trial = next((each for each in (*suspected, *others) if each.health.trial_due(now)), None)
+        _weigh(chosen, now)
+        targets = [target for worker in chosen for target in worker.targets]
+        if self._trial is not None:
+            self._trial.burden = 0.0
+            least = min(target.load for target in targets)
+            self._trial.burden = least - 1.0 - max(target.load for target in self._trial.targets)
+            targets += self._trial.targets
+        return targets
+
+    def has_other(self, lost: frozenset[str]) -> bool:
+        """Whether there is a worker beside those in `lost` that is known to be there."""
+        return any(worker.available for worker in self._workers.values() if worker.name not in lost)
 
     def note_placed(self, target: Target) -> None:
         """It is given something that could have gone elsewhere; equals take turns by that."""
         self._placements += 1
         target.placed = self._placements
+        if target.worker is self._trial:
+            self._trial = None
+            target.worker.health.trial_begun()
 
     def close(self) -> None:
         for worker in self._workers.values():
             worker.pool.close()
+
+
+def _weigh(workers: list[Worker], now: float) -> None:
+    """Bring what is no load of theirs and counts for it up to date."""
+    weighed = [each for each in workers if each.health.burden.any or each.burden]
+    if weighed:
+        others = [target.load for each in workers if each not in weighed for target in each.targets]
+        usual = sum(others) / len(others) if others else 0.0
+        for worker in weighed:
+            worker.burden = worker.health.burden.now(now, usual)
 
 
 def worker_name(url: str) -> str:
@@ -336,10 +408,14 @@ def make_worker(
     tls_name: str = "",
     connect_limit: float,
     idle_limit: float,
+    names: Names | None = None,
+    tolerance: Tolerance | None = None,
+    joins: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
     """A worker from its URL. `tls` is used for https URLs, `tls_name` for its certificate where that is not of the
-    URL's host; limits in seconds. Raises WorkerError."""
+    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already. Raises
+    WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -351,5 +427,6 @@ def make_worker(
         server_name=tls_name or None,
         connect_limit=connect_limit,
         idle_limit=idle_limit,
+        names=names,
     )
-    return Worker(name or worker_name(url), url, pool, ranks=ranks, clock=clock)
+    return Worker(name or worker_name(url), url, pool, ranks=ranks, tolerance=tolerance, joins=joins, clock=clock)

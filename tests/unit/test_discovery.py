@@ -17,6 +17,7 @@ from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import MARKS, OperatorMark
 from app.fleet.discovery.records import WORKERS, RegistrySource, WorkerRecord, check_reachable, encode_record, this_host
 from app.fleet.discovery.source import Said, Source, Trouble, View
+from app.fleet.health import Tolerance
 from app.fleet.workers import Fleet, Worker, WorkerError, WorkerSpec, make_worker, worker_spec
 from backends.memory import MemoryStore
 from backends.registry import Registry
@@ -87,13 +88,15 @@ class Setting:
         return worker
 
 
-def make(spec: WorkerSpec) -> Worker:
+def make(spec: WorkerSpec, joins: bool) -> Worker:
     return make_worker(
         spec.url,
         name=spec.name,
         ranks=spec.ranks,
         connect_limit=1,
         idle_limit=1,
+        joins=joins,
+        tolerance=Tolerance(probed=False),
         clock=asyncio.get_running_loop().time,
     )
 

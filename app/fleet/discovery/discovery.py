@@ -51,7 +51,7 @@ class Discovery:
     def __init__(
         self,
         fleet: Fleet,
-        make: Callable[[WorkerSpec], Worker],
+        make: Callable[[WorkerSpec, bool], Worker],
         named: Iterable[WorkerSpec] = (),
         *,
         grace: float,
@@ -60,8 +60,9 @@ class Discovery:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`named` are in the settings; they are in the fleet at once. `grace` in seconds. `changed` is called when
-        workers have come or gone, `gone` with the name of each that has."""
+        """`make` makes a worker; it is told whether that comes to a fleet that runs. `named` are in the settings; they
+        are in the fleet at once. `grace` in seconds. `changed` is called when workers have come or gone, `gone` with
+        the name of each that has."""
         self._fleet, self._make, self._named, self._grace = fleet, make, tuple(named), grace
         self._changed, self._gone, self._clock, self._wall = changed, gone, clock, wall
         self._told = Told()
@@ -71,6 +72,8 @@ class Discovery:
         self._left_at: dict[str, float] = {}
         """When those that are leaving were named no more."""
         self._timer: asyncio.TimerHandle | None = None
+        self._runs = False
+        """Turns are taken; before, whoever comes has been there before us."""
         self._apply()
 
     # -- life
@@ -89,6 +92,7 @@ class Discovery:
                 await self.sources.wait()
                 if self.marks is not None:
                     await self.marks.wait()
+        self._runs = True
         for each in self.sources:
             if not each.heard:
                 log.warning("workers from %s: nothing was said within %g s", each.source.label, _FIRST_WORD_WITHIN)
@@ -180,15 +184,17 @@ class Discovery:
             spec = msgspec.structs.replace(spec, incarnation=worker.spec.incarnation)
         worker.spec = spec
         said: Mark = "draining" if spec.draining else "none"
-        why = "it says so itself"
+        why = "it says so itself" if spec.draining else "that has ended"
         if mark is not None and mark.state in ("cordoned", "draining"):
             said, why = mark.state, f"by {mark.by}"
         if said != worker.mark:
-            log.warning("worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why if said != "none" else "ended")
+            log.warning(
+                "worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why if said != "none" else "ended"
+            )
             worker.mark = said
 
     def _come(self, spec: WorkerSpec, old: Worker | None) -> Worker:
-        worker = self._make(spec)
+        worker = self._make(spec, self._runs)
         if old is not None and old.spec is not None:
             if spec.url != old.spec.url:
                 log.warning("worker %s has moved from %s to %s; its cache is empty", spec.name, old.url, spec.url)

@@ -51,6 +51,7 @@ from pydantic_settings import (
 )
 
 from app import Trouble
+from app.fleet.discovery.file import told_with_line
 from app.fleet.discovery.urls import check_sources
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
@@ -614,10 +615,10 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> Effecti
         origin = Origin("file", str(key), str(file), _line_of(file, str(key)))
         if name not in SETTINGS:
             known = [setting.key for setting in SETTINGS.values()]
-            problems.append(f"{file}: there is no setting {key!r}{_did_you_mean(str(key), known)}{origin.place}")
+            problems.append(f"{file}{origin.place}: there is no setting {key!r}{_did_you_mean(str(key), known)}")
         elif name in values:
-            twice = f"as {origins[name].name!r} and {key!r}; remove one{origin.place}"
-            problems.append(f"{file}: {name!r} is given twice, {twice}")
+            twice = f"as {origins[name].name!r} and {key!r}; remove one"
+            problems.append(f"{file}{origin.place}: {name!r} is given twice, {twice}")
         else:
             values[name], origins[name] = value, origin
     variables = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())]
@@ -662,7 +663,12 @@ def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingsError([f"{named}: cannot be read ({reason}); {remedy}"]) from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except tomllib.TOMLDecodeError as error:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            said = told_with_line(error, file.read_text(encoding="utf-8"))
+            raise SettingsError([f"{file}: {said}; correct the file"]) from None
+        raise SettingsError([f"{file}: {error}; correct the file"]) from None
+    except yaml.YAMLError as error:
         raise SettingsError([f"{file}: {' '.join(str(error).split())}; correct the file"]) from None
 
 

@@ -111,7 +111,10 @@ class FileSource:
 
 def read_workers(text: str) -> tuple[WorkerSpec, ...]:
     """Raises ValueError, which says the line."""
-    said = tomllib.loads(text)
+    try:
+        said = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise WorkerError(told_with_line(error, text)) from None
     unknown = [key for key in said if key != "worker"]
     if unknown:
         raise ValueError(f"line {_line_of_key(text, unknown[0])}: there is nothing called {unknown[0]!r}; write worker")
@@ -133,6 +136,11 @@ def read_workers(text: str) -> tuple[WorkerSpec, ...]:
         specs[spec.name] = spec
         urls.add(spec.url)
     return tuple(specs.values())
+
+
+def told_with_line(error: tomllib.TOMLDecodeError, text: str) -> str:
+    """What is wrong with a TOML text, in one line, with its line also where that is the last one."""
+    return str(error).replace("at end of document", f"at the end, line {text.rstrip().count(chr(10)) + 1}")
 
 
 def _spec(entry: Any) -> WorkerSpec:

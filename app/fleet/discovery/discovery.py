@@ -202,7 +202,7 @@ class Discovery:
                 log.warning("worker %s has come back with an empty cache", spec.name)
             else:
                 log.warning("worker %s is described otherwise now, and begins anew", spec.name)
-        else:
+        elif self._runs:
             log.info("worker %s at %s has come", spec.name, spec.url)
         self._left_at.pop(spec.name, None)
         self._fleet.put(worker)

@@ -8,7 +8,11 @@
 | `etcd://host:2379/prefix` | yes | yes | yes | yes | no |
 
 Serving with several processes is refused where they would not agree; the rest is for people to choose by.
-`backends.base` is the contract. Each store's module says in its first paragraph what it does not promise.
+Each also keeps the registry, small records that replicas, workers and operators tell each other; they reach as far as
+the claims and survive what the claims survive.
+
+`backends.base` is the contract, `backends.registry` that of the records. Each store's module says in its first
+paragraph what it does not promise.
 """
 
 from __future__ import annotations

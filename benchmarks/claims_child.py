@@ -39,6 +39,8 @@ from backends.base import (
     decode_value,
     encode_value,
 )
+from backends.memory import MemoryStore
+from backends.registry import Registry
 
 WORKERS = tuple(f"http://127.0.0.1:{port}" for port in range(9001, 9005))
 """Never called."""
@@ -87,6 +89,7 @@ class EchoStore:
     across_processes = False
 
     def __init__(self, foreign: bool) -> None:
+        self.registry: Registry = MemoryStore().registry
         self._foreign = foreign
         self._revisions = itertools.count(1_000_000)
         self._expires_at = 0.0

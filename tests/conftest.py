@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+# Tests of the etcd store run gRPC in this process, tests beside them start processes: gRPC's own handling of a fork
+# ends the child now and then before it has become the program that was meant.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+
 _skipped: dict[str, None] = {}
 """In order. The processes of a parallel run tell the one that reports, each what it has skipped."""
 

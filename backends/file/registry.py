@@ -25,6 +25,7 @@ import hashlib
 import logging
 import os
 import re
+import secrets
 import stat
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -54,6 +55,7 @@ _STRETCH = 1.1  # between 1 and LIFETIME: our estimate of the file system's cloc
 _FILE = re.compile(r"[0-9a-f]{40}")
 _MAX_BYTES = MAX_VALUE + 1024
 _READ_ATTEMPTS = 4
+_MARK_NS = 1_000_000
 
 
 class _Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +83,10 @@ class Record(NamedTuple):
         return self.ends_ns is None or self.ends_ns > now_ns
 
 
+Seen = dict[str, tuple[tuple[int, ...], Record | None]]
+"""By file: its mark, and what it was found to be."""
+
+
 class Records:
     """The files. Blocks: for the store's threads."""
 
@@ -92,7 +98,7 @@ class Records:
         file = _file(name)
 
         def ends_ns(now_ns: int) -> int:
-            return now_ns + int((ttl or 0.0) * _STRETCH * 1e9)
+            return now_ns + int((ttl or 0.0) * _STRETCH * 1e9) + secrets.randbelow(_MARK_NS)
 
         with (
             self._disk.locked(_lock(file)),
@@ -112,10 +118,14 @@ class Records:
                 os.unlink(f"{self._disk.records}/{kind}/{file}")
             step.applied = True
 
-    def list(self, kind: str) -> dict[str, bytes]:
+    def list(self, kind: str, seen: Seen) -> dict[str, bytes]:
+        """`seen`: what the last list found, and now what this one does; what has not changed is not read again."""
         self._disk.look()  # a share that is not mounted must not look like one without records
         now_ns = self._disk.clock.now_ns()
-        records = [self._read(kind, file) for file in self._files(kind)]
+        files = self._files(kind)
+        for gone in seen.keys() - files:
+            del seen[gone]
+        records = [self._look(kind, file, seen) for file in files]
         return {record.name: record.value for record in records if record is not None and record.stands(now_ns)}
 
     def sweep(self) -> None:
@@ -152,6 +162,21 @@ class Records:
             return set()
         return {name for name in names if _FILE.fullmatch(name)}
 
+    def _look(self, kind: str, file: str, seen: Seen) -> Record | None:
+        if self._disk.shared:  # NFS answers a stat from its cache
+            return self._read(kind, file)
+        try:
+            status = os.stat(f"{self._disk.records}/{kind}/{file}", follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        mark = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+        known = seen.get(file)
+        # An inode is soon used again and a clock's tick is long, but the last digits of the mtime are chance, where the
+        # file system keeps them.
+        if known is None or known[0] != mark or status.st_mtime_ns % _MARK_NS == 0:
+            known = seen[file] = mark, self._read(kind, file)
+        return known[1]
+
     def _read(self, kind: str, file: str) -> Record | None:
         """None: it is not there, or no record."""
         path = f"{self._disk.records}/{kind}/{file}"
@@ -162,8 +187,8 @@ class Records:
                     status = os.fstat(fd)
                     if not stat.S_ISREG(status.st_mode):
                         return None
-                    raw = b""
-                    while len(raw) <= _MAX_BYTES and (more := os.read(fd, _MAX_BYTES)):
+                    raw, size = b"", min(status.st_size, _MAX_BYTES)
+                    while len(raw) < size and (more := os.read(fd, size - len(raw))):
                         raw += more
                     return _decode(kind, file, raw, status.st_mtime_ns)
             except FileNotFoundError:
@@ -219,8 +244,12 @@ class FileRegistry:
         self._nudge(kind)
 
     async def list(self, kind: str) -> dict[str, bytes]:
+        return await self.look(kind, {})
+
+    async def look(self, kind: str, seen: Seen) -> dict[str, bytes]:
+        """As `list`, for who looks again and again with the same `seen`, which is to be his alone."""
         check_kind(kind)
-        return await self._threads.run(lambda _: self._records.list(kind))
+        return await self._threads.run(lambda _: self._records.list(kind, seen))
 
     def watch(self, kind: str) -> AsyncIterator[RegistryEvent]:
         check_kind(kind)
@@ -283,7 +312,8 @@ class _Follower:
 
     async def _follow(self) -> None:
         try:
-            known = await self._registry.list(self.kind)
+            seen: Seen = {}
+            known = await self._registry.look(self.kind, seen)
             self.stands = True
             self.watchers.publish(Reset())
             while True:
@@ -291,7 +321,7 @@ class _Follower:
                     async with asyncio.timeout(LOOK_EVERY_S):
                         await self.nudged.wait()
                 self.nudged.clear()
-                found = await self._registry.list(self.kind)
+                found = await self._registry.look(self.kind, seen)
                 for name in known.keys() - found.keys():
                     self.watchers.publish(Removed(name))
                 for name, value in found.items():

@@ -831,7 +831,7 @@ class TestTheWatch:
         for claim in claims:
             await store.close(claim)
         (mailbox,) = store._watch._fanout._mailboxes
-        await eventually(lambda: Reset() in mailbox._events)
+        await eventually(lambda: Reset() in mailbox._events.values())
         assert await anext(events) == Reset()
         await events.aclose()  # type: ignore[attr-defined]
 

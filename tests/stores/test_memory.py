@@ -8,6 +8,7 @@ import pytest
 
 from backends.base import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Reset
 from backends.memory import MemoryStore
+from backends.registry import Removed
 from tests.support.stores import Subscriber, a_key, a_value, make
 
 
@@ -130,3 +131,18 @@ async def test_nothing_is_left_running_after_aclose() -> None:
     await store.aclose()
     assert alarm.cancelled()
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_kind_that_nobody_watches_and_a_record_that_has_ended_leave_nothing(clock: Clock) -> None:
+    registry = MemoryStore(clock=clock).registry
+    watch = registry.watch("workers")
+    await anext(watch)
+    await registry.put("workers", "a", b"1", 10)
+    clock.now += 9.5
+    assert await registry.list("workers") == {"a": b"1"}
+    clock.now += 0.5
+    assert await registry.list("workers") == {}
+    assert await anext(watch) == Removed("a"), "the last word of a name that waited"
+    await watch.aclose()  # type: ignore[attr-defined]
+    assert not registry._watchers
+    assert not registry._records

@@ -345,14 +345,13 @@ async def test_the_pages_of_a_list_are_of_one_moment(
     assert pages == 2 + 3, "begun anew after the compaction"
 
 
-async def test_a_registry_leaves_no_watch_behind(shared: EtcdServer, open_store: Open, prefix: str) -> None:
+async def test_watches_go_with_those_who_iterate_them(server: EtcdServer, open_store: Open) -> None:
     def watches() -> float:
-        return shared.metric("etcd_debugging_mvcc_watch_stream_total")
+        return server.metric("etcd_debugging_mvcc_watch_stream_total")
 
-    before = watches()
-    store = await open_store(shared.url(prefix))
+    store = await open_store(server.url())
     async with contextlib.AsyncExitStack() as stack:
         for kind in ("workers", "replicas", "marks", "marks"):
             await stack.enter_async_context(Watcher(store.registry, kind))
-        assert watches() == before + 4
-    await eventually(lambda: watches() == before)
+        assert watches() == 4
+    await eventually(lambda: watches() == 0)

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,6 +159,7 @@ class TestTheDisk:
                     return real(path, *args, **kwargs)
 
                 monkeypatch.setattr(os, "open", failing)
+                os.utime(bad)  # what has not changed is not read again
                 with pytest.raises(StoreUnavailable):
                     await store.registry.list("workers")
             await watcher.fails(within=2.0)
@@ -266,6 +268,53 @@ class TestTheDisk:
         await store.registry.put("workers", "a", b"1", None)
         assert await store.registry.list("workers") == {"a": b"1"}
         assert (root / "registry").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.usefixtures("quick_looks")
+class TestLooking:
+    async def test_what_has_not_changed_is_not_read_again(
+        self, store: FileStore, other: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for number in range(20):
+            await put(store, root, f"w-{number}", ttl=600)
+        read: list[str] = []
+        real = backends.file.registry.Records._read
+
+        def reading(self: Any, kind: str, file: str) -> Any:
+            read.append(file)
+            return real(self, kind, file)
+
+        async with Watcher(other.registry, "workers") as watcher:
+            monkeypatch.setattr(backends.file.registry.Records, "_read", reading)
+            await store.registry.put("workers", "w-3", b"new", 600)
+            await watcher.until(lambda: watcher.known["w-3"] == b"new")
+            assert read == [backends.file.registry._file("w-3")]
+
+    @pytest.mark.parametrize("ttl", [None, 600.0])
+    async def test_quick_changes_of_one_size_leave_nobody_behind(
+        self, store: FileStore, other: FileStore, ttl: float | None
+    ) -> None:
+        """Within a tick of the file system's clock, a third file may get the inode of the first."""
+        async with Watcher(other.registry, "workers") as watcher:
+            for number in range(300):
+                await store.registry.put("workers", "a", b"%03d" % number, ttl)
+            await watcher.knows({"a": b"299"}, 2.0)
+
+    async def test_where_times_are_coarse_everything_is_read(
+        self, store: FileStore, other: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A file system that counts in seconds, and gives the next file the inode of the last."""
+        path = await put(store, root, "a")
+        real = os.stat
+        status = SimpleNamespace(st_ino=7, st_mtime_ns=5 * 10**9, st_ctime_ns=5 * 10**9, st_size=path.stat().st_size)
+
+        def stat(path_: Any, *args: Any, **kwargs: Any) -> Any:
+            return status if os.fspath(path_) == str(path) else real(path_, *args, **kwargs)
+
+        monkeypatch.setattr(os, "stat", stat)
+        async with Watcher(other.registry, "workers") as watcher:
+            await store.registry.put("workers", "a", b"b", None)
+            await watcher.knows({"a": b"b"}, 2.0)
 
 
 class TestProcesses:

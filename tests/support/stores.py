@@ -139,8 +139,7 @@ class Watcher:
             assert isinstance(self.task.exception(), StoreUnavailable | None)
 
     async def _listen(self) -> None:
-        watch = self._registry.watch(self._kind)
-        async for event in watch:
+        async for event in self._registry.watch(self._kind):
             if isinstance(event, Reset):
                 self.known = await self._registry.list(self._kind)
             elif isinstance(event, Put):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
 
 import msgspec
@@ -36,7 +36,7 @@ from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
-from app.turn.request import Reading
+from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
@@ -76,6 +76,7 @@ class Router(FastAPI):
     claims: ClaimStore | None = None
     """From the start-up on."""
     discovery: Discovery
+    prober: Prober
     fleet: Fleet
     metrics: Metrics
     admin_side: FastAPI
@@ -140,6 +141,7 @@ class Router(FastAPI):
         self.read_anew()
         for worker in self.fleet:
             worker.pool.connect_limit = settings.limits.connect_timeout
+        self.prober.follow(_probing(settings))
         await self.discovery.follow(worker_specs(settings.workers.worker), new, labels)
 
 
@@ -155,25 +157,9 @@ def _marking(send: Send, crossing: Crossing) -> Send:
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
     tls = _worker_tls(settings.workers)
-    names, tolerated = Names(), tolerance(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
-
-    def make(spec: WorkerSpec, joins: bool) -> Worker:
-        return make_worker(
-            spec.url,
-            name=spec.name,
-            ranks=spec.ranks,
-            tls=tls,
-            tls_name=spec.tls_name,
-            connect_limit=app.settings.limits.connect_timeout,
-            idle_limit=settings.workers.worker_keepalive,
-            names=names,
-            tolerance=tolerated,
-            joins=joins,
-        )
-
     policy = POLICIES[settings.workers.policy]
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
@@ -232,7 +218,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             await app.discovery.start(claims.registry, sources)
             stack.push_async_callback(app.discovery.aclose)
             app.affinity.start()
-            prober = Prober(fleet, how_to_probe(settings.workers, app.reading.key_line))
+            app.prober = prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
             await prober.start()
             lag = asyncio.create_task(_measure_lag(metrics))
@@ -245,7 +231,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     app.settings, app.fleet, app.metrics, app.keys = settings, fleet, metrics, Keys.read(settings)
     app.discovery = Discovery(
         fleet,
-        make,
+        worker_maker(lambda: app.settings, tls),
         worker_specs(settings.workers.worker),
         grace=settings.workers.worker_grace,
         changed=fleet_changed,
@@ -356,11 +342,43 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def how_to_probe(settings: Workers, key_line: bytes) -> Probing:
-    """`key_line`: the header that workers want."""
-    path = "" if settings.probe_path == "off" else settings.probe_path
+def worker_maker(
+    settings: Callable[[], Settings], tls: ssl.SSLContext | None = None
+) -> Callable[[WorkerSpec, bool], Worker]:
+    """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
+    https ones."""
+    names, tolerated = Names(), tolerance(settings().workers)
+    context = tls or _worker_tls(settings().workers)
+
+    def make(spec: WorkerSpec, joins: bool) -> Worker:
+        return make_worker(
+            spec.url,
+            name=spec.name,
+            ranks=spec.ranks,
+            tls=context,
+            tls_name=spec.tls_name,
+            connect_limit=settings().limits.connect_timeout,
+            idle_limit=settings().workers.worker_keepalive,
+            names=names,
+            tolerance=tolerated,
+            joins=joins,
+        )
+
+    return make
+
+
+def make_prober(settings: Settings, fleet: Fleet) -> Prober:
+    """Asks as the settings say. The caller starts and stops it."""
+    return Prober(fleet, _probing(settings))
+
+
+def _probing(settings: Settings) -> Probing:
+    path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
     return Probing(
-        path=path.encode(), interval=settings.probe_interval, limit=settings.probe_timeout, key_line=key_line
+        path=path.encode(),
+        interval=settings.workers.probe_interval,
+        limit=settings.workers.probe_timeout,
+        key_line=worker_key_line(settings.workers.key.encode()),
     )
 
 

@@ -21,7 +21,10 @@ from app.config import (
     read_settings,
     shown_value,
 )
-from app.main import open_claims, open_sources
+from app.fleet.discovery.discovery import Discovery
+from app.fleet.health import Probe
+from app.fleet.workers import Fleet, worker_specs
+from app.main import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from backends.base import StoreConfigurationError, StoreError
@@ -50,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         action="store_true",
         help="check the settings, open the claim store and close it again, print what would be used, and end",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="with --check: ask every worker once how it is, and fail if one is not well",
     )
     for title, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.title):
         group = parser.add_argument_group(title)
@@ -84,8 +92,30 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.check:
         print(_overview(settings, origins))
-        return 0
+        return 0 if not args.probe or asyncio.run(_probe(settings)) else 1
+    if args.probe:
+        raise Trouble("--probe goes with --check", code=2)
     return serve(Rereading(settings, lambda: read_settings(flags, args.config), config_file(args.config)))
+
+
+async def _probe(settings: Settings) -> bool:
+    """Ask every worker once, and print what it says. Returns whether all are well."""
+    fleet = Fleet(())
+    named = worker_specs(settings.workers.worker)
+    discovery = Discovery(fleet, worker_maker(lambda: settings), named, grace=settings.workers.worker_grace)
+    prober = make_prober(settings, fleet)
+    store = await open_claims(settings)
+    try:
+        await discovery.start(store.registry, (await open_sources(settings, store))[1])
+        await prober.start(patience=2 * settings.workers.probe_timeout)
+    finally:
+        prober.stop()
+        await discovery.aclose()
+        await store.aclose()
+    for worker in fleet:
+        probe = worker.health.probe
+        print(f"worker {worker.name}: {'nothing within the limit' if probe is None else probe.value}: {worker.url}")
+    return all(worker.health.probe in (Probe.GOOD, Probe.REACHABLE) for worker in fleet)
 
 
 async def _try_store(settings: Settings) -> None:

@@ -325,6 +325,7 @@ class Health:
 
     def _rise(self, why: str) -> None:
         now = self.clock()
+        self.burden.forgive()
         if self._cold or self.state is State.DOWN:
             self.burden.rise(now)
         self._cold = False
@@ -389,6 +390,10 @@ class Burden:
     def rise(self, now: float) -> None:
         """Its share grows from now on."""
         self._risen_at = now if self._slow_start else None
+
+    def forgive(self) -> None:
+        """What it failed is past: it has shown that it serves."""
+        self._penalty = 0.0
 
     def now(self, now: float, usual: float) -> float:
         """`usual`: the load of a worker like it. 0: nothing, until something new happens."""

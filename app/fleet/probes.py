@@ -66,12 +66,18 @@ class Prober:
         self._asked: dict[Worker, _Asked] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None:
-        """Begin, and wait for the first answers, a second at most."""
+    async def start(self, patience: float = _FIRST_ROUND) -> None:
+        """Begin, and wait for the first answers, `patience` at most: what is there is known before it is needed."""
         self._look(asyncio.get_running_loop())
         if self._how.path and self._asked:
             firsts = [each.first for each in self._asked.values()]
-            await asyncio.wait(firsts, timeout=min(_FIRST_ROUND, self._how.limit))
+            await asyncio.wait(firsts, timeout=patience)
+
+    def follow(self, how: Probing) -> None:
+        """Ask so from now on."""
+        self._how = how
+        for asked in self._asked.values():
+            asked.follow(how)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -130,6 +136,10 @@ class _Asked:
             self._away = min(self._away + 1, len(_AWAY_PAUSES) - 1)
             self._look_at = now + _AWAY_PAUSES[self._away]
             self._run(self._try_to_connect())
+
+    def follow(self, how: Probing) -> None:
+        """From the next one on; whether it is asked at all stays as it was."""
+        self._how = how
 
     def stop(self) -> None:
         if self._pause is not None:

@@ -93,7 +93,7 @@ class Worker:
         ("G 555(60)", SUSPECT),  # of one moment; nothing has failed since, and nothing was asked
         ("G 555(1)5(3.5)", SUSPECT),
         ("G 555(1)5(4)", DOWN),
-        ("G 555(1)5+(4)", UP),  # a bound session's turn is a trial as well
+        ("GG 555(1)5+(4)", UP),  # a bound session's turn is a trial as well
         ("G 555(1)5GGG(4)", DOWN),  # it answers probes as it always did
         # probes
         ("G BBB", SUSPECT),

@@ -282,8 +282,7 @@ def test_the_share_of_a_returner_grows() -> None:
             back.in_flight += 1
         loads.append(back.in_flight)
         clock.now += 1
-    # Each failed connection counts for a while as a failed turn does: 4 turns, then less.
-    assert loads == [0, 7, 17, 28, 38, 48, 58, 69, 79, 89, 99], loads
+    assert loads == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
 
 
 def test_each_change_is_told_once_with_its_evidence(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from app.errors import TurnError, documented
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import OperatorMark, State
+from app.fleet.discovery.operators import Operators
 from app.fleet.workers import Fleet, WorkerError, worker_spec
 from app.sessions.affinity import Affinity
 from app.sessions.entries import View
@@ -40,6 +41,7 @@ def add_admin(
     *,
     fleet: Fleet,
     discovery: Discovery,
+    operators: Operators,
     affinity: Callable[[], Affinity],
     hasher: KeyHasher,
     admins: Admins,
@@ -131,7 +133,7 @@ def add_admin(
             ],
             "absent": [
                 {"name": each.name, "url": each.url, "mark": each.mark.state, **_word(each.mark)}
-                for each in discovery.absent()
+                for each in operators.absent()
             ],
             "sources": [
                 {"source": each.source.label, "workers": len(each.view.workers), "trouble": each.trouble or None}
@@ -150,7 +152,7 @@ def add_admin(
             spec = worker_spec(worker)
         except WorkerError as error:
             raise TurnError("invalid_request", str(error), param="worker") from None
-        return _marked(spec.name, await discovery.add(spec, by=_who(by, request)))
+        return _marked(spec.name, await operators.add(spec, by=_who(by, request)))
 
     @routes.post(
         "/workers/{name:path}/{word}",
@@ -164,7 +166,7 @@ def add_admin(
         deadline: Annotated[float, Query(ge=0, le=_LONGEST, description="Of drain: seconds; 0: sessions stay.")] = 0.0,
         by: By = "",
     ) -> dict[str, Any]:
-        said = await discovery.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
+        said = await operators.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
         return _marked(name, said)
 
     app.include_router(routes)

@@ -16,6 +16,7 @@ from app.admin import add_admin
 from app.config import Settings, Workers, mask
 from app.control import add_control_plane
 from app.fleet.discovery.discovery import Discovery
+from app.fleet.discovery.operators import Operators
 from app.fleet.discovery.records import RegistrySource, this_host
 from app.fleet.discovery.source import Source
 from app.fleet.discovery.urls import open_source
@@ -267,6 +268,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         app.admin_side,
         fleet=fleet,
         discovery=app.discovery,
+        operators=Operators(fleet, app.discovery),
         affinity=lambda: app.affinity,
         hasher=hasher,
         admins=admins,

@@ -136,8 +136,8 @@ def add_admin(
                 for each in operators.absent()
             ],
             "sources": [
-                {"source": each.source.label, "workers": len(each.view.workers), "trouble": each.trouble or None}
-                for each in discovery.sources
+                {"source": label, "workers": count, "trouble": trouble or None}
+                for label, count, trouble in discovery.overview()
             ],
             "marks_trouble": (discovery.marks.trouble if discovery.marks is not None else "") or None,
         }

@@ -435,13 +435,13 @@ def _register_gauges(app: Router) -> None:
         "coatcheck_worker_source_up",
         "1 while a source of workers answers.",
         "source",
-        lambda: ((each.source.label, not each.trouble) for each in app.discovery.sources),
+        lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
     )
     metrics.gauges(
         "coatcheck_worker_source_workers",
         "Workers that a source names.",
         "source",
-        lambda: ((each.source.label, len(each.view.workers)) for each in app.discovery.sources),
+        lambda: ((label, count) for label, count, _ in app.discovery.overview()),
     )
     metrics.gauges(
         "coatcheck_worker_connections",

@@ -236,6 +236,11 @@ class Discovery:
         """The label of who names the worker; empty: nobody does any more."""
         return next((label for label, specs in self.views() if any(spec.name == name for spec in specs)), "")
 
+    def overview(self) -> list[tuple[str, int, str]]:
+        """Of the settings and each source: its label, how many workers it names, its trouble (empty: none)."""
+        found = [(each.source.label, len(each.view.workers), each.trouble) for each in self.sources]
+        return [(SETTINGS_LABEL, len(self._named), ""), *found]
+
     def seconds_left(self, worker: Worker) -> float | None:
         """Until a leaving worker is gone; None: it is not leaving."""
         since = self._left_at.get(worker.name)

@@ -390,11 +390,11 @@ class _Supervisor:
 
 
 def _announce(settings: Settings, listeners: _Listeners) -> None:
-    workers, processes = len(settings.workers.worker), settings.listen.processes
+    processes = settings.listen.processes
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     parts = [
         f"coatcheck {version()} at {' and '.join(_where(listener).url for listener in listeners.public)}",
-        f"{workers} worker{'s' * (workers != 1)}",
+        _spoken_workers(settings),
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
         f"{files} open files" if files >= 0 else "open files without limit",
@@ -406,6 +406,16 @@ def _announce(settings: Settings, listeners: _Listeners) -> None:
     if not settings.access.token and not place.is_local:
         where = _where([*listeners.admin, *listeners.public][0])
         log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
+
+
+def _spoken_workers(settings: Settings) -> str:
+    """How many are given, and where others come from."""
+    workers = len(settings.workers.worker)
+    sources = " and ".join(map(mask, settings.workers.workers_from))
+    given = f"{workers} worker{'s' * (workers != 1)}"
+    if settings.registers_only:
+        return "workers that register at the claims"
+    return given if not sources else f"workers from {sources}" if not workers else f"{given} and those from {sources}"
 
 
 def _where(listener: socket.socket) -> Place:

@@ -158,6 +158,9 @@ async def test_one_that_is_named_again_within_the_grace_is_the_same() -> None:
         assert s.worker("b") is worker
         assert worker.known
         assert s.candidates == ["a", "b"]
+        source.names(A)
+        await asyncio.sleep(GRACE - 1)
+        assert s.worker("b") is worker  # each time it has all of the grace
         assert s.gone == []
 
 

@@ -262,10 +262,11 @@ def test_settings_are_passed_whole_or_not_at_all(source: Source) -> None:
     assert child.read() is None
     other = Settings.flat(worker=tuple(f"http://a:{port}" for port in range(1, 400)))
     whole = other.dump().encode()
-    # A writer that is interrupted between its steps:
-    os.pwrite(parent.descriptor, (2).to_bytes(8, "little"), 16 + len(whole))
+    # A writer that is interrupted between its steps, also over settings that nobody has read yet:
+    os.pwrite(parent.descriptor, whole[:100], 32)
     assert child.read() is None
-    os.pwrite(parent.descriptor, whole[:100], 16)
+    parent.write(first)
+    os.pwrite(parent.descriptor, first.dump().replace("a:1", "b:1").encode(), 32)
     assert child.read() is None
     parent.write(other)
     assert child.read() == other

@@ -117,6 +117,7 @@ def add_admin(
                     ],
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
+                    "burden": round(worker.burden, 1),
                     "turns": worker.cells.total,
                     "errors_per_minute": worker.health.errors.per_minute(),
                     "last_error": worker.health.errors.last or None,

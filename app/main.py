@@ -60,7 +60,27 @@ class Keys(msgspec.Struct, frozen=True):
         return cls(read_keys(file) if file is not None else Tenants({}), settings.workers.key.encode())
 
 
-class Router(FastAPI):
+class ControlPlane(FastAPI):
+    """What is common to all of it, wherever it listens."""
+
+    def __init__(self, title: str, **settings: Any) -> None:
+        super().__init__(title=title, docs_url=None, redoc_url=None, redirect_slashes=False, **settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
+            scope = {**scope, "method": "GET"}
+        await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        described = super().openapi()
+        for operations in described["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # the framework's own; ours is 400
+        return described
+
+
+class Router(ControlPlane):
     """The application. Its FastAPI half answers the control plane; requests for proxied paths are given to `turns` by
     the client's protocol (`app/http/client.py`) and never come here."""
 
@@ -80,27 +100,17 @@ class Router(FastAPI):
     prober: Prober
     fleet: Fleet
     metrics: Metrics
-    admin_side: FastAPI
+    admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
     draining = False
     """Set before the port closes, so that `/ready` fails while turns are still taken."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") == "HEAD":
-            # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
-            scope = {**scope, "method": "GET"}
         if self.origins is not None and scope["type"] == "http":
             crossing = self.origins.asked(scope["path"], scope["headers"])
             if crossing is not None:
                 send = _marking(send, crossing)
         await super().__call__(scope, receive, send)
-
-    def openapi(self) -> dict[str, Any]:
-        described = super().openapi()
-        for operations in described["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)  # the framework's own; ours is 400
-        return described
 
     def proxy_of(self, path: str) -> Proxy | None:
         """What answers to `path` (without its percent-encoding); None: the control plane."""
@@ -228,7 +238,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             stack.callback(fleet.close)
             yield
 
-    app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Router("coatcheck", lifespan=lifespan)
     app.settings, app.fleet, app.metrics, app.keys = settings, fleet, metrics, Keys.read(settings)
     app.discovery = Discovery(
         fleet,
@@ -243,11 +253,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
-    app.admin_side = (
-        FastAPI(title="coatcheck admin", docs_url=None, redoc_url=None)
-        if settings.access.admin_listen is not None
-        else app
-    )
+    app.admin_side = ControlPlane("coatcheck admin") if settings.access.admin_listen is not None else app
     for each, who in {app: admins_of_turns, app.admin_side: admins}.items():
         add_control_plane(
             each,
@@ -389,6 +395,7 @@ def _worker_tls(settings: Workers) -> ssl.SSLContext:
     if not settings.worker_tls_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     return context
 

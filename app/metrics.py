@@ -97,6 +97,9 @@ class Histogram:
         counts[bisect_left(self.bounds, value)] += 1
         total[0] += value
 
+    def forget(self) -> None:
+        self._cells.clear()
+
     def adopt(self, labels: Labels, other: Histogram) -> None:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
         self._cells[labels] = other._cells[()]
@@ -199,6 +202,31 @@ class Metrics(Collector):
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS
         )
+        # Of workers, who count by themselves.
+        self.worker_turns = Counter(
+            "coatcheck_worker_turns",
+            "Turns that a worker was given, by outcome and the class of its status.",
+            {"worker": (), "outcome": (), "status": STATUS_CLASSES},
+        )
+        self.worker_ttft = Histogram(
+            "coatcheck_worker_ttft_seconds",
+            "From a request's arrival to the first body byte from the worker, of completed turns.",
+            _SECONDS,
+            {"worker": ()},
+        )
+        self.worker_probes = Counter(
+            "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
+        )
+        self.worker_changes = Counter(
+            "coatcheck_worker_state_changes",
+            "Changes of a worker's state.",
+            {"worker": (), "before": WORKER_STATES, "after": WORKER_STATES},
+        )
+        self.worker_moves = Counter(
+            "coatcheck_worker_moves",
+            "Turns that left a lost worker with their session, and that came to another one so.",
+            {"worker": (), "direction": ("from", "to")},
+        )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
         self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []
         self.workers: Callable[[], Iterable[tuple[str, WorkerCells]]] = tuple
@@ -245,52 +273,30 @@ class Metrics(Collector):
                     del metric.cells[cell]
 
     def collect(self) -> Iterable[Metric]:
+        self._read_workers()
         for metric in vars(self).values():
             if isinstance(metric, Counter | Histogram):
                 yield metric.family()
-        yield from self._of_workers()
         for name, text, labels, read in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, number in read():
                 gauge.add_metric(values, number)
             yield gauge
 
-    def _of_workers(self) -> Iterable[Metric]:
-        turns = Counter(
-            "coatcheck_worker_turns",
-            "Turns that a worker was given, by outcome and the class of its status.",
-            {"worker": (), "outcome": (), "status": STATUS_CLASSES},
-        )
-        ttft = Histogram(
-            "coatcheck_worker_ttft_seconds",
-            "From a request's arrival to the first body byte from the worker, of completed turns.",
-            _SECONDS,
-            {"worker": ()},
-        )
-        probes = Counter(
-            "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
-        )
-        changes = Counter(
-            "coatcheck_worker_state_changes",
-            "Changes of a worker's state.",
-            {"worker": (), "before": WORKER_STATES, "after": WORKER_STATES},
-        )
-        moved = Counter(
-            "coatcheck_worker_moves",
-            "Turns that left a lost worker with their session, and that came to another one so.",
-            {"worker": (), "direction": ("from", "to")},
-        )
+    def _read_workers(self) -> None:
+        for metric in (self.worker_turns, self.worker_probes, self.worker_changes, self.worker_moves):
+            metric.cells.clear()
+        self.worker_ttft.forget()
         for name, cells in self.workers():
             for (outcome, status), count in cells.turns.items():
-                turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
-            ttft.adopt((name,), cells.ttft)
+                self.worker_turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
+            self.worker_ttft.adopt((name,), cells.ttft)
             for result, count in cells.probes.items():
-                probes.cells[name, result] = count
+                self.worker_probes.cells[name, result] = count
             for (before, after), count in cells.changes.items():
-                changes.cells[name, before, after] = count
-            moved.cells[name, "from"], moved.cells[name, "to"] = cells.moved_from, cells.moved_to
-        for metric in (turns, ttft, probes, changes, moved):
-            yield metric.family()
+                self.worker_changes.cells[name, before, after] = count
+            self.worker_moves.cells[name, "from"] = cells.moved_from
+            self.worker_moves.cells[name, "to"] = cells.moved_to
 
     def describe(self) -> Iterable[Metric]:
         return []  # the registry need not ask `collect` for names when this is registered

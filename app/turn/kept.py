@@ -41,8 +41,8 @@ COLLECTIONS = {
 }
 """Below `/v1/`, with what each holds."""
 _PATH = re.compile(rb"/v1/(%b)(?:/([^/]+)(/.*)?)?/?" % "|".join(COLLECTIONS).encode()).fullmatch
-_NO_IDS = frozenset({b"compact", b"input_tokens"})
-"""Stand where an id would: calls of `/v1/responses` that keep nothing."""
+_NO_IDS = frozenset({b"compact", b"input_tokens", b"render"})
+"""Stand where an id would: calls of `/v1/responses` that keep nothing (the last one is vLLM's)."""
 _NAMED = {"previous_response_id": "responses", "conversation": "conversations", "input_file_id": "files"}
 """Members of a request's body that name what is kept, with where."""
 _MEMBERS = [b'"%b"' % name.encode() for name in (*_NAMED, "store", "background")]

@@ -422,6 +422,10 @@ class Replicas:
         settings = [*self._me.agrees, WORKERS, CLOCK, NAME]
         return [(setting, sum(setting in seen.differs for seen in self._seen.values())) for setting in settings]
 
+    def agree_on(self, agrees: dict[str, str]) -> None:
+        """The settings that must agree have changed."""
+        self._me = msgspec.structs.replace(self._me, agrees=agrees)
+
     # -- for people, and for who places
 
     def others(self) -> list[Record]:

@@ -229,6 +229,9 @@ class Resolver:
         self, claim: Claim, how: str, placement: Placement, snapshot: Snapshot, known: Entry | None, until: float
     ) -> tuple[Entry, str]:
         target = self._meant(claim)
+        if target is None and self._fleet.worker(claim.value.worker) is None:
+            await self._fleet.learn(claim.value.worker)  # another replica may have heard of it first
+            target = self._meant(claim)
         if known is not None and known.target.worker.known and target is not known.target:
             why = self._gives_way(claim, known)
             if why and self._claims.state is StoreState.UP:

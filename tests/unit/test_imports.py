@@ -24,6 +24,8 @@ STARTERS = {
     "app.serve",
     "app.up",
     "app.children",
+    "app.register",
+    "app.reloading",
 }
 """They start processes and read settings; what they may know is not the data plane's concern."""
 STORE_METHODS = {"create_or_get", "renew", "subscribe", "stamp", "check"}
@@ -140,6 +142,8 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         if name.startswith("app") and each.startswith("backends")
     }
     assert knowing == {
+        ("app.fleet", "backends.base"),
+        ("app.fleet", "backends.registry"),
         ("app.sessions", "backends.base"),
         ("app.sessions", "backends.singleflight"),
         ("app.replicas", "backends.base"),

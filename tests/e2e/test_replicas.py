@@ -19,7 +19,7 @@ from tests.support.processes import Processes, Replica, Worker, metrics, total, 
 from tests.support.tcp import TcpProxy
 from tests.support.wire import Wire, ask, turn
 
-QUICK_STORE = ("--store-deadline=0.5",)
+QUICK_STORE = ("--store-deadline=1",)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Container, Iterator
@@ -27,7 +28,7 @@ from app.fleet.models import ModelLists
 from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
-from app.fleet.workers import Fleet, Worker, WorkerSpec, make_worker, worker_specs
+from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
@@ -179,7 +180,7 @@ def _marking(send: Send, crossing: Crossing) -> Send:
 def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
     `peer_place`: where the other replicas are told to find it; None: it has no peers."""
-    tls = _worker_tls(settings.workers)
+    tls = worker_tls(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
@@ -411,20 +412,18 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def worker_maker(
-    settings: Callable[[], Settings], tls: ssl.SSLContext | None = None
-) -> Callable[[WorkerSpec, bool], Worker]:
+def worker_maker(settings: Callable[[], Settings], tls: Tls | None = None) -> Callable[[WorkerSpec, bool], Worker]:
     """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
     https ones."""
     names, tolerated = Names(), tolerance(settings().workers)
-    context = tls or _worker_tls(settings().workers)
+    tls = tls or worker_tls(settings().workers)
 
     def make(spec: WorkerSpec, joins: bool) -> Worker:
         return make_worker(
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
-            tls=context,
+            tls=tls,
             tls_name=spec.tls_name,
             connect_limit=settings().limits.connect_timeout,
             idle_limit=settings().workers.worker_keepalive,
@@ -461,14 +460,21 @@ def _ending_files(settings: Settings) -> EndingFiles | None:
         return None
 
 
-def _worker_tls(settings: Workers) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=settings.worker_ca)
-    if not settings.worker_tls_verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+def worker_tls(settings: Workers) -> Tls:
+    """For https workers. Made when the first of them is there: to read this system's authorities takes as long as all
+    else that is done to make a router."""
+
+    @functools.cache
+    def made() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=settings.worker_ca)
+        if not settings.worker_tls_verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        return context
+
+    return made
 
 
 def _sessions(app: Router) -> Iterator[tuple[str, float]]:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from fastapi import Request
 from app.errors import TABLE, TurnError
 from app.fleet.asking import Answered, Asked, ask, asking_client
 from app.fleet.policies import WORKER_HINT
-from app.fleet.workers import Fleet, Worker
+from app.fleet.workers import Fleet, Tls, Worker
 from app.http.headers import Header, Noted, header
 from app.sessions.identity import read_hints
 from app.sessions.tenants import ADMIN_TOKEN, Admins, credential
@@ -40,7 +39,7 @@ class Management:
     def __init__(
         self,
         fleet: Fleet,
-        tls: ssl.SSLContext,
+        tls: Tls,
         admins: Admins,
         reading: Callable[[], Reading],
         *,
@@ -76,7 +75,7 @@ class Management:
         sent += [*self._credentials(noted), (b"x-request-id", request_id)]
         asked = Asked(target, sent, request.method, await request.body())
         log.info("%s %s goes to %s", asked.method, path, ", ".join(worker.name for worker in workers))
-        async with asking_client(self._tls) as client:
+        async with asking_client(self._fleet, self._tls) as client:
             answers = await asyncio.gather(
                 *(ask(client, worker, asked, seconds=self._seconds, size=_ANSWER_BYTES) for worker in workers),
                 return_exceptions=True,

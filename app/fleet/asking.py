@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Iterable
 
 import httpx
 import msgspec
 
 from app.errors import TurnError
-from app.fleet.workers import Worker
+from app.fleet.workers import Tls, Worker
 from app.http.headers import Header
 
 
@@ -31,10 +32,12 @@ class Answered(msgspec.Struct, frozen=True):
     cut: bool = False
 
 
-def asking_client(tls: ssl.SSLContext) -> httpx.AsyncClient:
-    """For `ask`. The environment's proxies are for the internet; workers are reached directly, as turns are."""
+def asking_client(workers: Iterable[Worker], tls: Tls) -> httpx.AsyncClient:
+    """For `ask` of them. The environment's proxies are for the internet; workers are reached directly, as turns are."""
+    is_wanted = any(worker.url.startswith("https:") for worker in workers)
+    verify = tls() if is_wanted else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # which trusts nobody
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(trust_env=False, verify=tls, timeout=None, limits=limits)
+    return httpx.AsyncClient(trust_env=False, verify=verify, timeout=None, limits=limits)
 
 
 async def ask(client: httpx.AsyncClient, worker: Worker, asked: Asked, *, seconds: float, size: int) -> Answered:

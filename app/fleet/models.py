@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.asking import Answered, Asked, ask, asking_client
-from app.fleet.workers import Fleet, Worker
+from app.fleet.workers import Fleet, Tls, Worker
 from app.http.headers import Header, header
 
 _WITHIN = 1.5
@@ -50,7 +49,7 @@ class Listed(msgspec.Struct, frozen=True):
 class ModelLists:
     """Asks for the lists, and remembers who was late."""
 
-    def __init__(self, fleet: Fleet, tls: ssl.SSLContext, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, tls: Tls, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`tls` is for https workers."""
         self._fleet, self._tls, self._clock = fleet, tls, clock
         self._late_until: dict[str, float] = {}
@@ -63,7 +62,7 @@ class ModelLists:
         # When all were late, asking beats refusing.
         prompt = [each for each in workers if now >= self._late_until.get(each.name, now)] or workers
         asked = Asked(b"/v1/models", headers)
-        async with asking_client(self._tls) as client:
+        async with asking_client(self._fleet, self._tls) as client:
             answers = await asyncio.gather(
                 *(ask(client, each, asked, seconds=_WITHIN, size=_LIST_BYTES) for each in prompt),
                 return_exceptions=True,

@@ -87,13 +87,16 @@ def add_admin(
 
     @routes.get("/workers", summary="The workers that this replica uses")
     async def workers() -> dict[str, Any]:
-        counts = affinity().census()
+        counts, now = affinity().census(), time.monotonic()
         return {
             "replica": replica,
             "workers": [
                 {
                     "name": worker.name,
                     "url": worker.url,
+                    "state": worker.state,
+                    "since_seconds": round(now - worker.health.since, 1),
+                    "reason": worker.health.why,
                     "available": worker.available,
                     "in_flight": worker.in_flight,
                     "ranks": [
@@ -103,12 +106,21 @@ def add_admin(
                     ],
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
+                    "turns": worker.cells.total,
+                    "errors_per_minute": worker.health.errors.per_minute(),
+                    "last_error": worker.health.errors.last or None,
+                    "last_error_seconds": _ago(now, worker.health.errors.last_at),
+                    "probe": None if worker.health.probe is None else worker.health.probe.value,
                 }
                 for worker in fleet
             ],
         }
 
     app.include_router(routes)
+
+
+def _ago(now: float, at: float) -> float | None:
+    return round(now - at, 1) if at else None
 
 
 def _spoken(view: View, replica: str) -> dict[str, Any]:

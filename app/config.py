@@ -226,6 +226,23 @@ class Workers(_Group, title="workers"):
     worker_keepalive: float = Field(4.0, ge=0, le=3600)
     """Seconds an idle connection to a worker is kept; below the worker's own limit."""
 
+    probe_path: Annotated[str, Spoken("PATH", wrong="not a path; write one like /health, or off")] = Field(
+        "/health", pattern=r"^(off|/[\x21-\x7e]*)$"
+    )
+    """Path at which workers are asked how they are; off: they are not, and only their turns tell."""
+    probe_interval: float = Field(2.0, ge=0.1, le=3600)
+    """Seconds between two probes of a worker, a fifth more or less."""
+    probe_timeout: float = Field(2.0, gt=0, le=300)
+    """Seconds that a worker has to answer a probe."""
+    good_probes: int = Field(2, ge=1, le=100)
+    """Good probes in a row until a worker that was suspected or down is up again."""
+    suspect_after: int = Field(3, ge=1, le=1000)
+    """Turns, or probes, failed in a row until a worker is suspected: it gets no new sessions."""
+    down_after: float = Field(5.0, gt=0, le=3600)
+    """Seconds that a worker may be suspected without one good sign until it is down: its sessions move."""
+    slow_start: float = Field(10.0, ge=0, le=3600)
+    """Seconds in which the share of a worker grows that is new, or was down; 0: it has all of it at once."""
+
     @property
     def key(self) -> str:
         """The key for the workers, wherever it was given; empty: the client's is passed on."""

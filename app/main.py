@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import FastAPI
@@ -14,21 +14,24 @@ from starlette.types import Message, Receive, Scope, Send
 from app.admin import add_admin
 from app.config import Settings, Workers
 from app.control import add_control_plane
+from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
 from app.fleet.policies import POLICIES
+from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, make_worker, worker_specs
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
+from app.http.names import Names
 from app.http.origins import Crossing, Origins
 from app.listening import is_loopback
 from app.management import Management
-from app.metrics import Metrics
+from app.metrics import SHOWN_STATES, Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
-from app.turn.request import Reading
+from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
@@ -94,17 +97,7 @@ def _marking(send: Send, crossing: Crossing) -> Send:
 def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
     tls = _worker_tls(settings.workers)
-    fleet = Fleet(
-        make_worker(
-            spec.url,
-            name=spec.name,
-            ranks=spec.ranks,
-            tls=tls,
-            connect_limit=settings.limits.connect_timeout,
-            idle_limit=settings.workers.worker_keepalive,
-        )
-        for spec in worker_specs(settings.workers.worker)
-    )
+    fleet = make_fleet(settings, tls)
     metrics = Metrics()
     policy = POLICIES[settings.workers.policy]
     tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
@@ -121,6 +114,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         judges_hints=settings.sessions.hints == "follow",
     )
     models = Models(ModelLists(fleet, tls), reading)
+    metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -172,6 +166,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
             app.affinity.start()
+            prober = make_prober(settings, fleet)
+            stack.callback(prober.stop)
+            await prober.start()
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
             stack.push_async_callback(app.affinity.aclose)
@@ -238,6 +235,50 @@ async def open_claims(settings: Settings) -> ClaimStore:
     return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
 
 
+def tolerance(settings: Workers) -> Tolerance:
+    """What is asked of workers."""
+    return Tolerance(
+        probed=settings.probe_path != "off",
+        failures=settings.suspect_after,
+        good_probes=settings.good_probes,
+        down_after=settings.down_after,
+        slow_start=settings.slow_start,
+    )
+
+
+def make_fleet(settings: Settings, tls: ssl.SSLContext | None = None) -> Fleet:
+    """The workers that the settings name. `tls` is for https ones."""
+    names, tolerated = Names(), tolerance(settings.workers)
+    tls = tls or _worker_tls(settings.workers)
+    return Fleet(
+        make_worker(
+            spec.url,
+            name=spec.name,
+            ranks=spec.ranks,
+            tls=tls,
+            connect_limit=settings.limits.connect_timeout,
+            idle_limit=settings.workers.worker_keepalive,
+            names=names,
+            tolerance=tolerated,
+        )
+        for spec in worker_specs(settings.workers.worker)
+    )
+
+
+def make_prober(settings: Settings, fleet: Fleet) -> Prober:
+    """Asks as the settings say. The caller starts and stops it."""
+    path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
+    return Prober(
+        fleet,
+        Probing(
+            path=path.encode(),
+            interval=settings.workers.probe_interval,
+            limit=settings.workers.probe_timeout,
+            key_line=worker_key_line(settings.workers.key.encode()),
+        ),
+    )
+
+
 def _worker_tls(settings: Workers) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=settings.worker_ca)
     if not settings.worker_tls_verify:
@@ -245,6 +286,11 @@ def _worker_tls(settings: Workers) -> ssl.SSLContext:
         context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["http/1.1"])
     return context
+
+
+def _sessions(app: Router) -> Iterator[tuple[str, float]]:
+    counts = app.affinity.census()
+    return ((worker.name, counts[worker.name]) for worker in app.fleet)
 
 
 def _register_gauges(app: Router) -> None:
@@ -256,6 +302,18 @@ def _register_gauges(app: Router) -> None:
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
     metrics.gauge("coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up")
     metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching)
+    metrics.table(
+        "coatcheck_worker_state",
+        "1 for the state that a worker is in.",
+        ("worker", "state"),
+        lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
+    )
+    metrics.gauges(
+        "coatcheck_worker_sessions",
+        "Sessions that this replica knows, by their worker.",
+        "worker",
+        lambda: _sessions(app),
+    )
     metrics.gauges(
         "coatcheck_in_flight",
         "Attempts that hold a slot.",

@@ -31,7 +31,7 @@ KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
-RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died")
+RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy")
 SESSION_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -41,6 +41,10 @@ SESSION_PATHS = (
     "/v1/embeddings",
     "other",
 )
+STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
+PROBE_RESULTS = ("good", "reachable", "misconfigured", "not_yet", "bad", "unreachable", "nameless")
+WORKER_STATES = ("starting", "up", "suspect", "down")
+SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "gone")
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
 
@@ -93,6 +97,10 @@ class Histogram:
         counts[bisect_left(self.bounds, value)] += 1
         total[0] += value
 
+    def adopt(self, labels: Labels, other: Histogram) -> None:
+        """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
+        self._cells[labels] = other._cells[()]
+
     def family(self) -> Metric:
         family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
         for cell, (counts, total) in self._cells.items():
@@ -102,6 +110,25 @@ class Histogram:
                 buckets.append((bound, seen))
             family.add_metric(cell, buckets, total[0])
         return family
+
+
+class WorkerCells:
+    """What is counted of one worker, in cells that it keeps itself: nothing is looked up by its name per turn."""
+
+    __slots__ = ("changes", "moved_from", "moved_to", "probes", "ttft", "turns")
+
+    def __init__(self) -> None:
+        self.turns: defaultdict[tuple[TurnOutcome, int], int] = defaultdict(int)
+        """By outcome and the worker's status, 0 where it gave none."""
+        self.ttft = Histogram("", "", _SECONDS)
+        self.probes: defaultdict[str, int] = defaultdict(int)
+        self.changes: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.moved_from = self.moved_to = 0
+
+    @property
+    def total(self) -> int:
+        """Turns that it was given."""
+        return sum(self.turns.values())
 
 
 class Metrics(Collector):
@@ -174,6 +201,8 @@ class Metrics(Collector):
         )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
         self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []
+        self.workers: Callable[[], Iterable[tuple[str, WorkerCells]]] = tuple
+        """Those that there are now, by name: read when scraped."""
         self._models: set[str] = set()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -187,6 +216,10 @@ class Metrics(Collector):
     def gauges(self, name: str, text: str, label: str, read: Callable[[], Iterable[tuple[str, float]]]) -> None:
         """A gauge for each value of a label, read when scraped."""
         self._gauges.append((name, text, (label,), lambda: [((value,), number) for value, number in read()]))
+
+    def table(self, name: str, text: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
+        """A gauge for each of several labels' values, read when scraped."""
+        self._gauges.append((name, text, labels, read))
 
     def turn(self, model: str | None, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
@@ -207,11 +240,49 @@ class Metrics(Collector):
         for metric in vars(self).values():
             if isinstance(metric, Counter | Histogram):
                 yield metric.family()
+        yield from self._of_workers()
         for name, text, labels, read in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, number in read():
                 gauge.add_metric(values, number)
             yield gauge
+
+    def _of_workers(self) -> Iterable[Metric]:
+        turns = Counter(
+            "coatcheck_worker_turns",
+            "Turns that a worker was given, by outcome and the class of its status.",
+            {"worker": (), "outcome": (), "status": STATUS_CLASSES},
+        )
+        ttft = Histogram(
+            "coatcheck_worker_ttft_seconds",
+            "From a request's arrival to the first body byte from the worker, of completed turns.",
+            _SECONDS,
+            {"worker": ()},
+        )
+        probes = Counter(
+            "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
+        )
+        changes = Counter(
+            "coatcheck_worker_state_changes",
+            "Changes of a worker's state.",
+            {"worker": (), "before": WORKER_STATES, "after": WORKER_STATES},
+        )
+        moved = Counter(
+            "coatcheck_worker_moves",
+            "Turns that left a lost worker with their session, and that came to another one so.",
+            {"worker": (), "direction": ("from", "to")},
+        )
+        for name, cells in self.workers():
+            for (outcome, status), count in cells.turns.items():
+                turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
+            ttft.adopt((name,), cells.ttft)
+            for result, count in cells.probes.items():
+                probes.cells[name, result] = count
+            for (before, after), count in cells.changes.items():
+                changes.cells[name, before, after] = count
+            moved.cells[name, "from"], moved.cells[name, "to"] = cells.moved_from, cells.moved_to
+        for metric in (turns, ttft, probes, changes, moved):
+            yield metric.family()
 
     def describe(self) -> Iterable[Metric]:
         return []  # the registry need not ask `collect` for names when this is registered

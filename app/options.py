@@ -11,7 +11,8 @@ from typing import Any
 
 from app import Trouble
 from app.config import CONFIG_VARIABLE, SETTINGS, Origin, Setting, Settings, mask, read_settings, shown_value
-from app.main import open_claims
+from app.fleet.health import Probe
+from app.main import make_fleet, make_prober, open_claims
 from app.serve import configure_logging, serve
 from backends.base import StoreConfigurationError, StoreError
 
@@ -39,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--check",
         action="store_true",
         help="check the settings, open the claim store and close it again, print what would be used, and end",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="with --check: ask every worker once how it is, and fail if one is not well",
     )
     for title, settings in itertools.groupby(SETTINGS.values(), lambda setting: setting.title):
         group = parser.add_argument_group(title)
@@ -72,8 +78,24 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.check:
         print(_overview(settings, origins))
-        return 0
+        return 0 if not args.probe or asyncio.run(_probe(settings)) else 1
+    if args.probe:
+        raise Trouble("--probe goes with --check", code=2)
     return serve(settings)
+
+
+async def _probe(settings: Settings) -> bool:
+    """Ask every worker once, and print what it says. Returns whether all are well."""
+    fleet = make_fleet(settings)
+    prober = make_prober(settings, fleet)
+    try:
+        await prober.start(patience=2 * settings.workers.probe_timeout)
+    finally:
+        prober.stop()
+    for worker in fleet:
+        probe = worker.health.probe
+        print(f"worker {worker.name}: {'nothing within the limit' if probe is None else probe.value}: {worker.url}")
+    return all(worker.health.probe in (Probe.GOOD, Probe.REACHABLE) for worker in fleet)
 
 
 async def _try_store(settings: Settings) -> None:

@@ -165,8 +165,24 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         return
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
-    columns = ("name", "url", "available", "in_flight", "ranks", "sessions", "connections")
-    _print_table(columns, [[worker[column] for column in columns] for worker in said["workers"]])
+        worker["since"] = _span(worker["since_seconds"])
+        if worker["last_error"] is not None:
+            worker["last_error"] += f" ({_span(worker['last_error_seconds'])} ago)"
+    columns = {
+        "name": "name",
+        "url": "url",
+        "state": "state",
+        "since": "since",
+        "turns": "turns",
+        "in_flight": "in flight",
+        "ranks": "ranks",
+        "sessions": "sessions",
+        "connections": "connections",
+        "errors_per_minute": "errors/min",
+        "reason": "reason",
+        "last_error": "last error",
+    }
+    _print_table(tuple(columns.values()), [[worker[key] for key in columns] for worker in said["workers"]])
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -177,6 +193,15 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         table.add_row(*map(_cell, row))
     # Whole lines where nobody looks at them, so that they can be searched.
     Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000).print(table)
+
+
+def _span(seconds: float) -> str:
+    """A length of time, in its largest two units."""
+    whole = int(seconds)
+    for unit, length, smaller, part in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= length:
+            return f"{whole // length}{unit}{whole % length // part}{smaller}"
+    return f"{whole}s"
 
 
 def _cell(value: Any) -> str:

@@ -45,6 +45,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ttft_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     end_ms: Milliseconds = 0
+    probes: bool = False
+    """Probes suffer it too, as long as it is the first order, and are not counted in `times`."""
 
 
 class Faults:
@@ -66,6 +68,10 @@ class Faults:
             if not fault.times:
                 self._orders.popleft()
         return fault
+
+    def of_probes(self) -> Fault | None:
+        """What a probe that comes now must suffer."""
+        return self._orders[0] if self._orders and self._orders[0].probes else None
 
     def pending(self) -> list[Fault]:
         return list(self._orders)

@@ -1,7 +1,8 @@
 """One mock worker as an ASGI app: `create_mock` is the only wiring.
 
 Turns go to `turns.TurnService` before Starlette sees them. FastAPI has the rest. What clients and operators call there
-is a call: it is recorded and takes faults, as turns do. Probes (`/health`, `/v1/models`) and `/mock/...` are neither.
+is a call: it is recorded and takes faults, as turns do. Probes (`/health`, `/v1/models`) are not recorded, and suffer
+the faults that say so; `/mock/...` is neither.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class MockWorker(FastAPI):
         path = scope.get("path", "")
         if scope["type"] == "http" and path in self._turns.apis:
             await self._turns(scope, receive, send)
+        elif scope["type"] == "http" and path in _PROBED and (fault := self._turns.faults.of_probes()) is not None:
+            await self._suffer(fault, scope, receive, send, self._naming(send))
         elif scope["type"] != "http" or path in _PROBED or path.startswith("/mock/"):
             await super().__call__(scope, receive, self._naming(send))
         else:
@@ -86,6 +89,14 @@ class MockWorker(FastAPI):
         named = self._naming(noting)
         try:
             self._turns.authorise(scope["path"], headers)
+        except RequestError as error:
+            await _shaped(scope["path"], error)(scope, receive, named)
+        else:
+            await self._suffer(fault, scope, receive, send, named)
+
+    async def _suffer(self, fault: Fault | None, scope: Scope, receive: Receive, send: Send, named: Send) -> None:
+        """Answer through `named`, as `fault` says. `send` is the connection's own."""
+        try:
             match fault:
                 case Fault(mode="status", status=status, headers=more):
                     raise turns.ordered(status, more)

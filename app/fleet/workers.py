@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 from urllib.parse import urlsplit
 
+from app.fleet.health import Cause, Change, Health, State, Tolerance
 from app.http.headers import Header, Origin
+from app.http.names import Names
 from app.http.worker import Pool
+from app.metrics import WorkerCells
 
-_AVOID_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""How long a worker that could not be reached gets no new sessions, by how often in a row that happened."""
+log = logging.getLogger("coatcheck.fleet")
+
+Mark = Literal["none", "cordoned", "draining"]
+"""What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
 
 
 class WorkerError(ValueError):
@@ -23,13 +30,21 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_avoid_until", "_clock", "_unreachable", "authority", "base_path", "host_line", "known", "name",
-                 "origin", "pool", "targets", "url")  # fmt: skip
+    __slots__ = ("authority", "base_path", "burden", "cells", "health", "host_line", "known", "mark", "name", "origin",
+                 "pool", "targets", "url")  # fmt: skip
 
     def __init__(
-        self, name: str, url: str, pool: Pool, *, ranks: int = 0, clock: Callable[[], float] = time.monotonic
+        self,
+        name: str,
+        url: str,
+        pool: Pool,
+        *,
+        ranks: int = 0,
+        tolerance: Tolerance | None = None,
+        joins: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it."""
+        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it. `joins`: as for Health."""
         parts = urlsplit(url)
         self.name = name
         self.url = url
@@ -42,32 +57,28 @@ class Worker:
         self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
         self.known = True
         """False once the worker has left the fleet; its running turns go on."""
-        self._clock = clock
-        self._unreachable = 0
-        self._avoid_until = 0.0
+        self.mark: Mark = "none"
+        self.health = Health(tolerance or Tolerance(), joins=joins, clock=clock)
+        self.burden = 0.0
+        """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
+        self.cells = WorkerCells()
 
     @property
     def available(self) -> bool:
         """May be given a new session."""
-        return self.known and self._clock() >= self._avoid_until
+        return self.known and self.mark == "none" and self.health.state in (State.UP, State.SUSPECT)
+
+    @property
+    def state(self) -> str:
+        """In one word: gone, what was decided, or how it is. Whoever is down is down whatever was decided."""
+        if not self.known:
+            return "gone"
+        decided = self.mark != "none" and self.health.state is not State.DOWN
+        return self.mark if decided else self.health.state.value
 
     @property
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
-
-    def unreachable(self) -> None:
-        """A connection could not be made."""
-        now = self._clock()
-        if now < self._avoid_until:
-            return  # many turns find out about one outage; that is not many in a row
-        self._avoid_until = now + _AVOID_SECONDS[min(self._unreachable, len(_AVOID_SECONDS) - 1)]
-        self._unreachable += 1
-
-    def reached(self) -> None:
-        """A connection was made."""
-        if self._unreachable:
-            self._unreachable = 0
-            self._avoid_until = 0.0
 
 
 class Target:
@@ -91,8 +102,9 @@ class Target:
             self.headers.append((b"x-coatcheck-rank", b"%d" % rank))
 
     @property
-    def load(self) -> int:
-        return self.in_flight + self.reserved
+    def load(self) -> float:
+        """In turns in flight: its own, those to come, and what counts for some (`Worker.burden`)."""
+        return self.in_flight + self.reserved + self.worker.burden
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
@@ -107,9 +119,10 @@ class Target:
 class Fleet:
     """The workers this replica may use, by name."""
 
-    def __init__(self, workers: Iterable[Worker]) -> None:
-        """Raises WorkerError when two workers have one name."""
+    def __init__(self, workers: Iterable[Worker], *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` must be the workers'. Raises WorkerError when two workers have one name."""
         self._workers: dict[str, Worker] = {}
+        self._clock = clock
         for worker in workers:
             other = self._workers.get(worker.name)
             if other is not None:
@@ -118,7 +131,29 @@ class Fleet:
                     "give one another name (--worker URL,name=...)"
                 )
             self._workers[worker.name] = worker
+            self._look_after(worker)
         self._placements = 0
+        self._trial: Worker | None = None
+        """The one among the last candidates that was there to be tried."""
+
+    def _look_after(self, worker: Worker) -> None:
+        """Of each worker that comes: what its turns alone may do to it has bounds, and what becomes of it is told."""
+        worker.health.may_suspect = self._may_suspect
+
+        def changed(change: Change) -> None:
+            worker.cells.changes[change.before.value, change.after.value] += 1
+            # That a worker is there when the router starts is no news.
+            level = logging.INFO if change.first and change.after is State.UP else logging.WARNING
+            before, after = change.before.value, change.after.value
+            log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why)
+
+        worker.health.changed = changed
+
+    def _may_suspect(self) -> bool:
+        """Whether turns alone may take out one more: never more than half. When all fail, it is what all stand on, or
+        the requests."""
+        known = [worker for worker in self._workers.values() if worker.known]
+        return 2 * (1 + sum(worker.health.cause is Cause.TURNS for worker in known)) <= len(known)
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -139,21 +174,60 @@ class Fleet:
                 return target
         return None
 
-    def candidates(self, excluded: frozenset[str] = frozenset()) -> list[Target]:
-        """The targets a new session may go to. When every worker is being avoided, all that are known: trying beats
-        refusing."""
-        workers = [w for w in self._workers.values() if w.known and w.name not in excluded]
-        good = [w for w in workers if w.available]
-        return [target for worker in good or workers for target in worker.targets]
+    def candidates(self, excluded: frozenset[str] = frozenset(), *, trials: bool = True) -> list[Target]:
+        """The targets that may serve a new session, or a turn without one: those of workers that are up; of suspected
+        ones too when most are; of one that is due to be tried (`trials`), which has the least load of all. When nobody
+        is up or suspected, all that are not cordoned or gone: trying beats refusing. A policy picks by `load`."""
+        up: list[Worker] = []
+        suspected: list[Worker] = []
+        others: list[Worker] = []
+        for worker in self._workers.values():
+            if worker.known and worker.mark == "none" and worker.name not in excluded:
+                state = worker.health.state
+                (up if state is State.UP else suspected if state is State.SUSPECT else others).append(worker)
+        now = self._clock()
+        self._trial = None
+        chosen = up
+        if len(suspected) > len(up):
+            chosen = up + suspected
+        elif not up:
+            chosen = others
+        elif trials and (suspected or others):
+            self._trial = next((each for each in (*suspected, *others) if each.health.trial_due(now)), None)
+        _weigh(chosen, now)
+        targets = [target for worker in chosen for target in worker.targets]
+        if self._trial is not None:
+            self._trial.burden = 0.0
+            least = min(target.load for target in targets)
+            self._trial.burden = least - 1.0 - max(target.load for target in self._trial.targets)
+            targets += self._trial.targets
+        return targets
+
+    def has_other(self, lost: frozenset[str]) -> bool:
+        """Whether there is a worker beside those in `lost` that is known to be there."""
+        return any(worker.available for worker in self._workers.values() if worker.name not in lost)
 
     def note_placed(self, target: Target) -> None:
         """It is given something that could have gone elsewhere; equals take turns by that."""
         self._placements += 1
         target.placed = self._placements
+        if target.worker is self._trial:
+            self._trial = None
+            target.worker.health.trial_begun()
 
     def close(self) -> None:
         for worker in self._workers.values():
             worker.pool.close()
+
+
+def _weigh(workers: list[Worker], now: float) -> None:
+    """Bring what is no load of theirs and counts for it up to date."""
+    weighed = [each for each in workers if each.health.burden.any or each.burden]
+    if weighed:
+        others = [target.load for each in workers if each not in weighed for target in each.targets]
+        usual = sum(others) / len(others) if others else 0.0
+        for worker in weighed:
+            worker.burden = worker.health.burden.now(now, usual)
 
 
 def worker_name(url: str) -> str:
@@ -237,9 +311,13 @@ def make_worker(
     tls: ssl.SSLContext | None = None,
     connect_limit: float,
     idle_limit: float,
+    names: Names | None = None,
+    tolerance: Tolerance | None = None,
+    joins: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
-    """A worker from its URL. `tls` is used for https URLs; limits in seconds. Raises WorkerError."""
+    """A worker from its URL. `tls` is used for https URLs; limits in seconds; `names`: the fleet's; `joins`: it comes
+    to a fleet that runs already. Raises WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -250,5 +328,6 @@ def make_worker(
         tls=tls if parts.scheme == "https" else None,
         connect_limit=connect_limit,
         idle_limit=idle_limit,
+        names=names,
     )
-    return Worker(name or worker_name(url), url, pool, ranks=ranks, clock=clock)
+    return Worker(name or worker_name(url), url, pool, ranks=ranks, tolerance=tolerance, joins=joins, clock=clock)

@@ -1,5 +1,5 @@
 """What is asked of the kernel about connections, beyond what event loops offer: life signs, what has been acknowledged,
-and a connection to the first address of a name that answers."""
+and a connection to the first of several addresses that answers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import struct
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from app.http.names import Address
+
 _PROBE_AFTER, _PROBE_EVERY, _PROBES = 60, 15, 4
 """Seconds of silence after which the other host is asked whether it is there, seconds between the questions, and how
 many it may leave unanswered: below the idle limits of usual firewalls and balancers, and a lost host costs two
@@ -26,9 +28,6 @@ _NEXT_ADDRESS_AFTER = 0.25
 _INFO_BYTES = 216
 _ACKED_AT, _SENT_AT, _SENT_AGAIN_AT = 120, 200, 208
 """Of Linux's `struct tcp_info`: tcpi_bytes_acked, tcpi_bytes_sent, tcpi_bytes_retrans."""
-
-Address = tuple[socket.AddressFamily, Any]
-"""A family, and an address as its sockets have it."""
 
 
 def ask_for_life(raw: Any) -> None:
@@ -103,12 +102,11 @@ def is_numeric(host: str) -> bool:
     return True
 
 
-async def dial(host: str, port: int) -> socket.socket:
-    """A connection to the first address of a name that takes one; the next is tried after 250 ms, or as soon as the one
-    before has failed (RFC 8305). Raises OSError."""
+async def dial(found: Iterable[Address]) -> socket.socket:
+    """A connection to the first of a name's addresses that takes one; the next is tried after 250 ms, or as soon as the
+    one before has failed (RFC 8305). Raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = alternating((socket.AddressFamily(entry[0]), entry[4]) for entry in found)
+    addresses = alternating(found)
     attempts: set[asyncio.Task[socket.socket]] = set()
     failures: list[OSError] = []
     try:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 
 from app.http import tcp
 from app.http.inplace import Wake, direct_write
+from app.http.names import Names, NoAddress
 from app.http.response import Expected, NotHttp, OnInterim, Response
 
 _MOST_UNREAD = 8 << 20
@@ -31,11 +32,15 @@ class AttemptFailed(Exception):
 
 
 class ConnectFailed(AttemptFailed):
-    """No connection: refused, unreachable, unresolvable, TLS refused, or not within the limit. Surely nothing ran."""
+    """No connection: refused, unreachable, TLS refused, or not within the limit. Surely nothing ran."""
 
 
 class ConnectRefused(ConnectFailed):
     """The host answered that nobody listens there: the worker's process is gone."""
+
+
+class NameUnknown(ConnectFailed):
+    """The worker's name could not be looked up, now or ever: the name server's trouble, and nothing of the worker."""
 
 
 class LocalLimit(AttemptFailed):
@@ -394,10 +399,13 @@ class Pool:
         connect_limit: float = 5.0,
         idle_limit: float = 4.0,
         max_idle: int = 1024,
+        names: Names | None = None,
     ) -> None:
         """`connect_limit`, `idle_limit` in seconds. The idle limit is below the usual 5 s of servers like uvicorn, so
-        that we seldom write into a connection that is being closed at the other end."""
+        that we seldom write into a connection that is being closed at the other end. `names`: shared by those whose
+        hosts may be the same."""
         self._host, self._port, self._tls = host, port, tls
+        self._names = names or Names()
         self._server_name = server_name
         self._is_name = not tcp.is_numeric(host)
         self._connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
@@ -409,6 +417,19 @@ class Pool:
     @property
     def open(self) -> int:
         return len(self._all)
+
+    def beside(self, connect_limit: float) -> Pool:
+        """Another one to the same worker, for what is not to wait for turns, nor they for it."""
+        return Pool(
+            self._host,
+            self._port,
+            tls=self._tls,
+            server_name=self._server_name,
+            connect_limit=connect_limit,
+            idle_limit=self._idle_limit,
+            max_idle=1,
+            names=self._names,
+        )
 
     def take(self) -> WorkerConnection | None:
         """The most recently used idle connection, or None: then `connect`."""
@@ -426,7 +447,11 @@ class Pool:
             async with asyncio.timeout(self._connect_limit):
                 connection = await self._open(loop)
         except TimeoutError as error:
+            if self._is_name and not self._names.knows(self._host):
+                raise NameUnknown(f"the name {self._host} was not answered") from error
             raise ConnectFailed(f"no connection within {self._connect_limit:g} s") from error
+        except NoAddress as error:
+            raise NameUnknown(str(error)) from error
         except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors
             if error.errno in _OUR_FAULT:
                 raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error
@@ -440,7 +465,7 @@ class Pool:
     async def _open(self, loop: asyncio.AbstractEventLoop) -> WorkerConnection:
         where: dict[str, Any] = {"host": self._host, "port": self._port}
         if self._is_name:
-            where = {"sock": await tcp.dial(self._host, self._port)}
+            where = {"sock": await tcp.dial(await self._names.addresses(self._host, self._port))}
         try:
             _, connection = await loop.create_connection(
                 lambda: WorkerConnection(loop, self),

@@ -158,6 +158,11 @@ class Binding:
             if entry.closing and not entry.active:
                 self._affinity._closer.begin(entry)
 
+    @property
+    def own(self) -> bool:
+        """The claim is this turn's alone: it has made it, and no other turn here has joined."""
+        return self.how == "created" and self._entry is not None and self._entry.active == 1
+
     def answered(self, status: int) -> None:
         """The worker has begun to answer."""
         if self._final and self._entry is not None and _ends(status):
@@ -334,7 +339,7 @@ class _Resolver:
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost)))
+        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost, trials=False)))
         self._entries.install(entry)
         return entry, "degraded"
 
@@ -366,8 +371,8 @@ class _Resolver:
         claim = await self._claims.get(parent)
         return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
 
-    def _candidates(self, lost: frozenset[str]) -> list[Target]:
-        candidates = self._fleet.candidates(lost)
+    def _candidates(self, lost: frozenset[str], *, trials: bool = True) -> list[Target]:
+        candidates = self._fleet.candidates(lost, trials=trials)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

@@ -27,6 +27,8 @@ class Answer:
     # Defaults in the class: most answers never set most of these.
     came = False
     """The first piece of the body has come."""
+    ttft = 0.0
+    """How long after the turn began, in seconds."""
     stalled = False
     failure: AttemptFailed | None = None
     """The body will not be completed."""
@@ -42,7 +44,7 @@ class Answer:
 
     def __init__(self, exchange: Exchange, presence: Presence, ttft: Histogram, began: float) -> None:
         """`ttft` is told how long after `began`, by the loop's time, the first piece came."""
-        self._exchange, self._presence, self._ttft, self._began = exchange, presence, ttft, began
+        self._exchange, self._presence, self._observe, self._began = exchange, presence, ttft.observe, began
         self._done = Wake()
 
     @property
@@ -123,7 +125,8 @@ class Answer:
     def on_data(self, data: bytes, end: bool) -> None:
         if not self.came:
             self.came = True
-            self._ttft.observe(self._presence.loop.time() - self._began)
+            self.ttft = self._presence.loop.time() - self._began
+            self._observe(self.ttft)
             if not end and self._is_event_stream:
                 self._trail = sse.Trail()
         if self._held is not None:

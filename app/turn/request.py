@@ -69,7 +69,7 @@ class Reading:
         self.body_limit = body_limit
         self.rank_line = b"\r\n%b: %%d" % rank_header
         self.worker_key = worker_key
-        self.key_line = b"authorization: Bearer %b\r\n" % worker_key if worker_key else b""
+        self.key_line = worker_key_line(worker_key)
         self.judges_hints = judges_hints
         self.fields = FieldReader(self.identifier.body_fields)
         self.rare = HINTS | {DRY_RUN} if judges_hints else frozenset({DRY_RUN})
@@ -283,6 +283,11 @@ class Request:
     def _pass_interim(self, status: int, headers: list[Header]) -> None:
         """A worker's 1xx, to the client."""
         self._exchange.interim(status, response_headers(headers, status, self._origin))
+
+
+def worker_key_line(key: bytes) -> bytes:
+    """The header with the workers' key, if they want one."""
+    return b"authorization: Bearer %b\r\n" % key if key else b""
 
 
 def given_id(noted: Noted) -> bytes | None:

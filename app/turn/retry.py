@@ -2,7 +2,11 @@
 
 A request is sent again only when no work can be done twice:
 
-- no connection could be made: surely nothing ran; the worker is lost, and the turn goes on at another one;
+- no connection could be made: surely nothing ran; the worker is lost, and the turn goes on at another one. Not so where
+  its name could not be looked up, which says nothing of the worker: there only a turn goes on that is free to, and
+  others are to come again;
+- the worker answers 503 before any byte of a body, and the turn is free to go elsewhere: it has no session, or the
+  claim is its own, and the client has named no worker. Once;
 - a reused connection was closed already when we wrote into it, by what the worker's kernel acknowledged: the request
   surely did not run; once more at the same worker, on a fresh connection;
 - the connection broke before any byte of an answer, and the worker, asked at once, refuses new ones: its process is
@@ -22,6 +26,7 @@ from types import TracebackType
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.health import Health
 from app.fleet.workers import Target, Worker
 from app.http.inplace import Driven, Wake
 from app.http.worker import (
@@ -32,6 +37,7 @@ from app.http.worker import (
     ConnectionBroken,
     ConnectRefused,
     LocalLimit,
+    NameUnknown,
     StaleConnection,
     WorkerConnection,
 )
@@ -42,6 +48,11 @@ from app.turn.request import Request
 _DYING_PAUSES = (0.0, 0.02, 0.1, 0.3)
 """Seconds before each time that a worker which broke a connection is asked whether it is still there: a process that is
 killed loses its connections before the socket that it listens on, and takes new ones in between."""
+
+
+_BUSY = frozenset({429, 503})
+_NOT_ITS_BUSINESS = frozenset({501, 505})
+"""What the request asks for, the worker does not have: no illness."""
 
 
 class Next(enum.Enum):
@@ -65,10 +76,14 @@ class Sent(msgspec.Struct, frozen=True):
     """Of an answer something has come."""
     killed: bool = False
     """A worker has died of it before."""
+    free: bool = False
+    """It has no session, or the claim is its own, and nobody has named a worker."""
 
 
 def after(failure: AttemptFailed, sent: Sent) -> Next:
     """The law of trying again."""
+    if isinstance(failure, NameUnknown) and not sent.free:
+        return Next.FAIL
     if isinstance(failure, ConnectFailed):
         return Next.ELSEWHERE
     if isinstance(failure, StaleConnection):
@@ -83,6 +98,8 @@ def error_of(failure: AttemptFailed, *, killed: bool = False) -> TurnError:
     worker has died of the request before."""
     if killed and isinstance(failure, ConnectionBroken):
         return TurnError("workers_died", f"a worker died of this request, and a second one broke off: {failure}")
+    if isinstance(failure, NameUnknown):
+        return TurnError("worker_unreachable", str(failure))
     if isinstance(failure, LocalLimit):
         return TurnError("overloaded", str(failure))
     if isinstance(failure, AttemptTimeout):
@@ -90,6 +107,24 @@ def error_of(failure: AttemptFailed, *, killed: bool = False) -> TurnError:
     if isinstance(failure, BadResponse):
         return TurnError("worker_bad_response", str(failure))
     return TurnError("worker_reset", str(failure))
+
+
+def judge(health: Health, status: int) -> None:
+    """What an answer's status says of its worker. Called for every one."""
+    if status < 400:
+        health.good += 1
+        if health.watchful:
+            health.served_well()
+    elif status in _BUSY:
+        health.busy(f"status {status}")
+    elif status >= 500 and status not in _NOT_ITS_BUSINESS:
+        health.failed(f"status {status}")
+
+
+def blame(health: Health, failure: AttemptFailed) -> None:
+    """What a failure before a response began says of its worker."""
+    if isinstance(failure, ConnectionBroken | AttemptTimeout | BadResponse):
+        health.failed(str(failure))
 
 
 class Attempt:
@@ -146,12 +181,15 @@ async def connect(worker: Worker, presence: Presence, metrics: Metrics) -> Worke
     """A new connection. Raises ConnectFailed, LocalLimit or ClientDisconnected."""
     try:
         connection = await presence.unless_gone(worker.pool.connect(), WorkerConnection.close)
-    except ConnectFailed:
+    except ConnectFailed as failure:
         metrics.connects.inc(worker.name, "failed")
-        worker.unreachable()
+        if isinstance(failure, NameUnknown):
+            worker.health.nameless(str(failure))
+        else:
+            worker.health.unreachable(f"no connection: {failure}", refused=isinstance(failure, ConnectRefused))
         raise
     metrics.connects.inc(worker.name, "ok")
-    worker.reached()
+    worker.health.connected()
     return connection
 
 

@@ -9,6 +9,7 @@ connections and claims are released by plain `finally`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -27,7 +28,7 @@ from app.turn.answer import Answer
 from app.turn.kept import Kept
 from app.turn.presence import Presence
 from app.turn.request import Reading, Request
-from app.turn.retry import Attempt, Next, Sent, after, connect, error_of, is_gone
+from app.turn.retry import Attempt, Next, Sent, after, blame, connect, error_of, is_gone, judge
 from app.turn.routing import Decision, Hint, Routing
 
 log = logging.getLogger("coatcheck.turn")
@@ -110,6 +111,8 @@ class Turn:
     _answer: Answer | None = None
     """None: nothing has been answered yet."""
     _outcome: TurnOutcome = "completed"
+    _status = 0
+    """What the worker answered; 0: nothing."""
     _left_at = 0.0
     """When the client left that had its answer, of which only the worker's end had not come. 0: it did not."""
 
@@ -181,8 +184,11 @@ class Turn:
         if kept is not None:
             await kept.find(self._presence)
             maker = kept.target
-        if binding is not None and not binding.bind_cached():
-            await self._claim(binding.bind(routing.placement(self._request, self._hint, maker)))
+        if binding is not None:
+            if not binding.bind_cached():
+                await self._claim(binding.bind(routing.placement(self._request, self._hint, maker)))
+            if binding.target.worker.health.evicting or not binding.target.worker.known:
+                await self._leave(binding)
         if kept is not None and maker is not None:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
@@ -195,7 +201,7 @@ class Turn:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
         request, metrics = self._request, self._shared.metrics
         once = fresh = request.once
-        killed = False
+        killed = busy = False
         lost: frozenset[str] = frozenset()
         while True:
             assert self._decision is not None
@@ -212,13 +218,20 @@ class Turn:
                     if attempt.upload_fault is not None:
                         raise attempt.upload_fault from error
                     failure = error
+                    blame(worker.health, error)
                 else:
-                    if connection.response.status == 404 and self._asks_on(lost | {worker.name}):
+                    self._status = status = connection.response.status
+                    judge(worker.health, status)
+                    if status == 404 and self._asks_on(lost | {worker.name}):
                         lost |= {worker.name}
+                        continue
+                    if status == 503 and not (busy or once) and await self._is_taken_elsewhere(lost | {worker.name}):
+                        metrics.retries.inc("worker_busy")
+                        busy, lost = True, lost | {worker.name}
                         continue
                     await self._relay(connection)
                     break
-                then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed))
+                then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
             self._attempt = None
@@ -270,6 +283,8 @@ class Turn:
             answer.end()
         else:
             self._outcome = "broken"
+            if self._decision is not None and not isinstance(failure, AttemptTimeout):  # which may be long, or ours
+                self._decision.target.worker.health.failed("an answer that broke off")
             answer.say_broken(failure, self._request.id)
 
     async def _refuse(self, error: TurnError) -> None:
@@ -298,7 +313,12 @@ class Turn:
             self._kept.release()
         if self._presence.gone:
             self._outcome = "aborted"
-        metrics = self._shared.metrics
+        metrics, decision, answer = self._shared.metrics, self._decision, self._answer
+        if decision is not None:
+            cells = decision.target.worker.cells
+            cells.turns[self._outcome, self._status] += 1
+            if answer is not None and answer.came and self._outcome == "completed":
+                cells.ttft.observe(answer.ttft)
         metrics.turn(self._request.fields.model, self._outcome)
         metrics.turn_seconds.observe(self._loop.time() - self._began)
         self._running.discard(self)
@@ -339,19 +359,56 @@ class Turn:
             return False
         return True
 
+    @property
+    def _free(self) -> bool:
+        """It may be served anywhere: it has no session, or the claim is its own, and the client has named no worker."""
+        if self._hint is not None or (self._kept is not None and self._kept.target is not None):
+            return False
+        return self._binding is None or self._binding.own
+
+    async def _is_taken_elsewhere(self, busy: frozenset[str]) -> bool:
+        """The workers in `busy` have answered 503. Whether there is another one, and the turn is free to go there."""
+        if not self._free or not self._shared.fleet.has_other(busy):
+            return False
+        try:
+            await self._take(busy)
+        except TurnError:
+            return False
+        return True
+
+    async def _leave(self, binding: Binding) -> None:
+        """The session's worker is down, or gone: it moves, if there is a worker that is not."""
+        lost = frozenset({binding.target.worker.name})
+        if (self._kept is None or self._kept.target is None) and self._shared.fleet.has_other(lost):
+            with contextlib.suppress(TurnError):  # then it stays where it is, and is told what comes of it
+                await self._rebind(binding, lost)
+
+    async def _rebind(self, binding: Binding, lost: frozenset[str]) -> None:
+        """Raises TurnError."""
+        left = binding.target.worker
+        await self._claim(binding.rebind(lost, self._shared.routing.placement(self._request, self._hint)))
+        if binding.target.worker is not left:
+            left.cells.moved_from += 1
+            binding.target.worker.cells.moved_to += 1
+
+    async def _take(self, lost: frozenset[str]) -> None:
+        """Decide on a target away from the workers in `lost`. Raises TurnError."""
+        routing, binding = self._shared.routing, self._binding
+        if binding is None:
+            self._go(routing.without_session(self._hint, lost))
+        elif binding.target.worker.name not in lost:  # it was passed over for the one that is lost
+            self._go(Decision(binding.target, "cached", "memory"))
+        else:
+            await self._rebind(binding, lost)
+            self._go(Decision(binding.target, binding.how, "memory"))
+
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
         """Find another target after every worker in `lost` could not be reached."""
-        routing, binding, kept = self._shared.routing, self._binding, self._kept
+        kept = self._kept
         if kept is not None and kept.target is not None:
             raise kept.lost(failure)
         try:
-            if binding is None:
-                self._go(routing.without_session(self._hint, lost))
-            elif binding.target.worker.name not in lost:  # it was passed over for the one that is lost
-                self._go(Decision(binding.target, "cached", "memory"))
-            else:
-                await self._claim(binding.rebind(lost, routing.placement(self._request, self._hint)))
-                self._go(Decision(binding.target, binding.how, "memory"))
+            await self._take(lost)
         except TurnError as none_left:
             raise TurnError("worker_unreachable", f"no worker can be reached ({failure})") from none_left
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from app.http import tcp
+from app.http.names import Names
 from app.http.worker import ConnectFailed, ConnectRefused, Pool
 from tests.support.bench import JSON, SESSION, bench
 from tests.support.raw import (
@@ -335,24 +336,15 @@ async def test_other_answers_say_nothing_of_buffers(live: Live) -> None:
 # -- the addresses of a name
 
 
-class Names:
-    """A loop that knows where a name leads."""
+def leading_to(monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> Names:
+    """Names that lead to these addresses, whatever they are. Of a name only hosts are asked for; here each has a port
+    of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *addresses: tuple[str, int]) -> None:
-        async def known(host: str, port: int, **_: Any) -> list[Any]:
-            return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in addresses]
+    async def known(names: Names, host: str, port: int) -> list[Any]:
+        return [(socket.AF_INET, address) for address in addresses]
 
-        class Loop:
-            def __getattr__(self, name: str) -> Any:
-                return known if name == "getaddrinfo" else getattr(asyncio.get_running_loop(), name)
-
-        class Asyncio:
-            get_running_loop = Loop
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(asyncio, name)
-
-        monkeypatch.setattr(tcp, "asyncio", Asyncio())
+    monkeypatch.setattr(Names, "addresses", known)
+    return Names()
 
 
 @contextlib.contextmanager
@@ -380,7 +372,7 @@ async def test_the_next_address_is_tried_after_a_quarter_of_a_second(monkeypatch
     """RFC 8305 5: a name whose first address does not answer costs that, not the whole limit."""
     async with Worker(answers(OK)) as worker:
         with silent() as nobody:
-            Names(monkeypatch, nobody, ("127.0.0.1", worker.port))
+            leading_to(monkeypatch, nobody, ("127.0.0.1", worker.port))
             pool = Pool("name.example", 1, connect_limit=LIMIT)
             began = time.monotonic()
             connection = await pool.connect()
@@ -393,7 +385,7 @@ async def test_the_next_address_is_tried_after_a_quarter_of_a_second(monkeypatch
 async def test_the_next_address_is_tried_at_once_where_one_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Worker(answers(OK)) as worker:
         with refusing() as nobody:
-            Names(monkeypatch, nobody, ("127.0.0.1", worker.port))
+            leading_to(monkeypatch, nobody, ("127.0.0.1", worker.port))
             connection = await Pool("name.example", 1).connect()
             assert connection._socket.getpeername()[1] == worker.port
             connection.fail(ConnectFailed("over"))
@@ -401,10 +393,10 @@ async def test_the_next_address_is_tried_at_once_where_one_refuses(monkeypatch: 
 
 async def test_only_where_all_addresses_refuse_the_worker_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     with refusing() as one, refusing() as other, silent() as nobody:
-        Names(monkeypatch, one, other)
+        leading_to(monkeypatch, one, other)
         with pytest.raises(ConnectRefused):
             await Pool("name.example", 1).connect()
-        Names(monkeypatch, one, nobody)
+        leading_to(monkeypatch, one, nobody)
         with pytest.raises(ConnectFailed) as raised:
             await Pool("name.example", 1, connect_limit=0.5).connect()
         assert not isinstance(raised.value, ConnectRefused)

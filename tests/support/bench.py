@@ -120,7 +120,7 @@ class Bench:
 async def at_rest(turns: Callable[[], int], affinity: Affinity, fleet: Fleet) -> None:
     """Wait until no turn runs; then every counter must be 0."""
     await until(lambda: not turns())
-    await until(lambda: all(target.load == 0 for worker in fleet for target in worker.targets))
+    await until(lambda: not any(target.in_flight or target.reserved for each in fleet for target in each.targets))
     assert affinity.active_turns == 0
 
 

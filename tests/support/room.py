@@ -241,7 +241,13 @@ class Rooms:
             spoken = tuple(f"http://127.0.0.1:{each.port},name={each.name}{ranks}" for each in room.workers)
             for number in range(replicas):
                 scripted = ScriptedStore(await store(), stamps=True)
-                values = {"worker": spoken, "claims": "memory://", "replica": f"r{number}", **settings}
+                values = {
+                    "worker": spoken,
+                    "claims": "memory://",
+                    "replica": f"r{number}",
+                    "probe_path": "off",
+                    **settings,
+                }
                 made = Settings.flat(**values)
                 app = create_app(made, store=scripted)
                 await stack.enter_async_context(app.router.lifespan_context(app))

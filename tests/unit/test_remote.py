@@ -33,7 +33,9 @@ def router() -> Iterator[str]:
     async def serve() -> None:
         async with Worker(answers(OK)) as worker:
             spoken = (f"{worker.url},name=w0,dp=2", "http://127.0.0.1:9,name=w1")
-            settings = Settings.flat(worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1")
+            settings = Settings.flat(
+                worker=spoken, claims="memory://", admin_token=TOKEN, replica="r1", probe_path="off"
+            )
             server = Server(create_app(settings), settings)
             serving = asyncio.create_task(server.serve(sockets=[bound]))
             async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
@@ -132,8 +134,8 @@ def test_workers_are_listed(router: str, capsys: pytest.CaptureFixture[str], tmp
     assert (code, err) == (0, "")
     head, first, second = (line.split() for line in out.splitlines())
     assert head[0] == "name"
-    assert (first[0], first[2:6]) == ("w0", ["yes", "0", "0:0", "1:0"])
-    assert (second[0], second[4]) == ("w1", "–")
+    assert (first[0], first[2], first[5:8]) == ("w0", "up", ["0", "0:0", "1:0"])
+    assert (second[0], second[6]) == ("w1", "–")
     _, out, _ = command(capsys, "workers", "--url", router, "--token", TOKEN, "--json")
     assert [each["name"] for each in json.loads(out)["workers"]] == ["w0", "w1"]
 

@@ -15,21 +15,25 @@ from app.http.worker import (
     ConnectionBroken,
     ConnectRefused,
     LocalLimit,
+    NameUnknown,
     StaleConnection,
 )
 from app.turn.retry import Next, Sent, after, error_of
 
 NOTHING = Sent()
-EVERY_SENT = [Sent(*each) for each in itertools.product((False, True), repeat=3)]
+EVERY_SENT = [Sent(*each) for each in itertools.product((False, True), repeat=4)]
 
 ROWS: list[tuple[type[AttemptFailed], list[Sent], Next]] = [
     # Surely nothing ran, whatever the request is.
     (ConnectFailed, EVERY_SENT, Next.ELSEWHERE),
     (ConnectRefused, EVERY_SENT, Next.ELSEWHERE),
     (StaleConnection, EVERY_SENT, Next.AGAIN),
+    # The name server's trouble is no reason to leave a worker where a session's cache is.
+    (NameUnknown, [sent for sent in EVERY_SENT if sent.free], Next.ELSEWHERE),
+    (NameUnknown, [sent for sent in EVERY_SENT if not sent.free], Next.FAIL),
     # It may have run: only where the process that ran it is gone, only once, and only if all of it can be sent again.
-    (ConnectionBroken, [NOTHING], Next.ELSEWHERE_IF_GONE),
-    (ConnectionBroken, [sent for sent in EVERY_SENT if sent != NOTHING], Next.FAIL),
+    (ConnectionBroken, [NOTHING, Sent(free=True)], Next.ELSEWHERE_IF_GONE),
+    (ConnectionBroken, [sent for sent in EVERY_SENT if sent not in (NOTHING, Sent(free=True))], Next.FAIL),
     # It may be running.
     (AttemptTimeout, EVERY_SENT, Next.FAIL),
     (BadResponse, EVERY_SENT, Next.FAIL),
@@ -61,6 +65,7 @@ def test_the_table_knows_every_failure() -> None:
         (BadResponse, "worker_bad_response"),
         (ConnectionBroken, "worker_reset"),
         (LocalLimit, "overloaded"),
+        (NameUnknown, "worker_unreachable"),
     ],
 )
 def test_what_the_client_is_told(failure: type[AttemptFailed], code: str) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.fleet.health import Probe, Tolerance
+from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, Target, Worker, WorkerError, make_worker, normal_url, worker_name
 
 
@@ -123,57 +127,173 @@ def test_headers_of_a_target() -> None:
     assert Target(worker, 0).headers == [(b"x-coatcheck-worker", b"a"), (b"x-coatcheck-rank", b"0")]
 
 
-def test_unreachable_worker_is_avoided_longer_each_time_and_tried_again() -> None:
+def of(letters: str, clock: Clock | None = None, **tolerance: Any) -> tuple[dict[str, Worker], Fleet]:
+    clock = clock or Clock()
+    workers = {
+        name: make_worker(
+            f"http://{name}:1", name=name, connect_limit=1, idle_limit=1, tolerance=Tolerance(**tolerance), clock=clock
+        )
+        for name in letters
+    }
+    return workers, Fleet(workers.values(), clock=clock)
+
+
+def names(fleet: Fleet, excluded: str = "") -> str:
+    return "".join(target.worker.name for target in fleet.candidates(frozenset(excluded)))
+
+
+def fail(worker: Worker, times: int = 3) -> None:
+    for _ in range(times):
+        worker.health.failed("status 500")
+
+
+def lose(worker: Worker) -> None:
+    worker.health.unreachable("Connection refused", refused=True)
+
+
+def test_candidates_leave_out_who_is_lost_marked_or_gone() -> None:
+    workers, fleet = of("abc")
+    assert names(fleet) == "abc"
+    assert names(fleet, "b") == "ac"
+    lose(workers["a"])
+    assert names(fleet) == "bc"
+    workers["b"].mark = "cordoned"
+    assert names(fleet) == "c"
+    assert names(fleet, "c") == "a"  # better tried than refused
+    lose(workers["c"])
+    assert names(fleet) == "ac"
+    workers["a"].known = False
+    assert names(fleet) == "c"
+    workers["c"].mark = "draining"
+    assert names(fleet) == ""
+
+
+def test_what_a_worker_is_called() -> None:
+    workers, _ = of("a", probed=True)
+    worker = workers["a"]
+    assert (worker.state, worker.available) == ("starting", False)
+    worker.health.probed(Probe.GOOD, "status 200")
+    assert (worker.state, worker.available) == ("up", True)
+    worker.mark = "cordoned"
+    assert (worker.state, worker.available) == ("cordoned", False)
+    lose(worker)
+    assert worker.state == "down"  # which its sessions feel, whatever was decided
+    worker.known = False
+    assert worker.state == "gone"
+
+
+def test_turns_alone_take_out_at_most_half() -> None:
+    """When all fail, it is what all stand on, or the requests; taking all out would help nobody."""
+    workers, fleet = of("abcde")
+    for name in "abcde":
+        fail(workers[name], 10)
+    assert [workers[name].state for name in "abcde"] == ["suspect", "suspect", "up", "up", "up"]
+    alone, _ = of("a")
+    fail(alone["a"], 100)
+    assert alone["a"].state == "up"
+    # What is gone or lost by other evidence is another matter.
+    lose(workers["c"])
+    lose(workers["d"])
+    assert names(fleet) == "eab"
+
+
+def test_suspected_ones_are_candidates_when_most_are() -> None:
+    workers, fleet = of("abc", probed=True)
+    for worker in workers.values():
+        worker.health.probed(Probe.GOOD, "status 200")
+
+    def hang(name: str) -> None:
+        for _ in range(3):
+            workers[name].health.probed(Probe.BAD, "no answer")
+
+    hang("a")
+    assert names(fleet) == "bc"
+    hang("b")
+    assert names(fleet) == "cab"
+    hang("c")
+    assert names(fleet) == "abc"
+
+
+def test_failing_fast_attracts_nothing() -> None:
+    """Where not even suspicion is allowed, and the healthy one has many turns in flight."""
     clock = Clock()
-    worker = make("http://a:1", clock=clock)
-    for avoided in (0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0):
-        worker.unreachable()
-        clock.now += avoided - 0.01
-        assert not worker.available
-        clock.now += 0.02
-        assert worker.available
-    worker.reached()
-    worker.unreachable()
-    clock.now += 0.51
-    assert worker.available
+    workers, fleet = of("ab", clock, failures=1000)
+    (sick,), (well,) = workers["a"].targets, workers["b"].targets
+    well.in_flight = 10
+    placed = 0
+    for _ in range(100):  # a second
+        target = least_loaded(fleet.candidates())
+        fleet.note_placed(target)
+        if target is sick:
+            placed += 1
+            sick.worker.health.failed("status 500")
+        clock.now += 0.01
+    assert placed == 3  # at 0, 4 and 8 turns of penalty; 12 decay to the other's 10 in 1.3 s
+    clock.now += 60
+    assert least_loaded(fleet.candidates()) is sick  # forgotten
+    assert workers["a"].burden == 0.0
 
 
-def test_turns_that_fail_together_are_one_time() -> None:
-    """A hundred turns that find a worker away at once do not make it a hundred times as suspicious."""
+def test_a_suspected_worker_is_tried_now_and_then() -> None:
     clock = Clock()
-    worker = make("http://a:1", clock=clock)
-    for _ in range(100):
-        worker.unreachable()
-    clock.now += 0.51
-    assert worker.available
+    workers, fleet = of("ab", clock)
+    (sick,), (well,) = workers["a"].targets, workers["b"].targets
+    fail(sick.worker)
+    tried = []
+    for second in range(70):
+        target = least_loaded(fleet.candidates())
+        fleet.note_placed(target)
+        if target is sick:
+            tried.append(second)
+            sick.worker.health.failed("status 500")
+        clock.now += 1
+    assert tried == [5, 15, 35, 65]
+    clock.now += 30
+    assert fleet.candidates(trials=False) == [well]
+    assert set(fleet.candidates()) == {well, sick}
+    fleet.note_placed(sick)
+    sick.worker.health.good += 1
+    sick.worker.health.served_well()
+    assert sick.worker.state == "up"
 
 
-def test_reached_worker_is_available_at_once() -> None:
-    worker = make("http://a:1")
-    worker.unreachable()
-    worker.reached()
-    assert worker.available
+def test_only_looking_begins_no_trial() -> None:
+    clock = Clock()
+    workers, fleet = of("ab", clock)
+    fail(workers["a"])
+    clock.now += 5
+    for _ in range(3):
+        assert least_loaded(fleet.candidates()).worker.name == "a"
+    fleet.note_placed(workers["b"].targets[0])
+    assert least_loaded(fleet.candidates()).worker.name == "a"
 
 
-def test_candidates_leave_out_lost_and_avoided_workers() -> None:
-    workers = {name: make(f"http://{name}:1", name) for name in "abc"}
-    fleet = Fleet(workers.values())
+def test_the_share_of_a_returner_grows() -> None:
+    """Its load follows that of the others up, a tenth of it each second."""
+    clock = Clock()
+    workers, fleet = of("abc", clock, slow_start=10.0)
+    (back,) = workers["c"].targets
+    lose(back.worker)
+    workers["a"].targets[0].in_flight = workers["b"].targets[0].in_flight = 100
+    back.worker.health.connected()
+    loads = []
+    for _ in range(11):
+        while least_loaded(fleet.candidates()) is back:
+            back.in_flight += 1
+        loads.append(back.in_flight)
+        clock.now += 1
+    assert loads == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
 
-    def names(excluded: str = "") -> list[str]:
-        return [target.worker.name for target in fleet.candidates(frozenset(excluded))]
 
-    assert names() == ["a", "b", "c"]
-    assert names("b") == ["a", "c"]
-    workers["a"].unreachable()
-    assert names() == ["b", "c"]
-    workers["b"].known = False
-    assert names() == ["c"]
-    assert names("c") == ["a"]  # better tried than refused
-    workers["c"].unreachable()
-    assert names() == ["a", "c"]
-    assert names("ac") == []
-    workers["a"].known = workers["c"].known = False
-    assert names() == []
+def test_each_change_is_told_once_with_its_evidence(caplog: pytest.LogCaptureFixture) -> None:
+    workers, _ = of("ab")
+    fail(workers["a"], 5)
+    lose(workers["b"])
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "worker a: up -> suspect: 3 turns failed in a row, the last one with status 500"),
+        ("WARNING", "worker b: up -> down: Connection refused"),
+    ]
+    assert workers["a"].cells.changes == {("up", "suspect"): 1}
 
 
 def test_load_counts_turns_and_claims_being_made() -> None:

@@ -1,0 +1,487 @@
+"""How one worker is, by evidence: what its connections, its answers to turns and its answers to probes say.
+
+A state machine without I/O and with a clock that is passed in. Evidence goes in by a method for each kind; out comes
+the state, and each change of it once. What counts as illness, and for how much:
+
+- A connection that is refused: nobody listens, the worker is down. One that is not made otherwise (no answer, no route)
+  is down when that happens twice in a row, or goes on for `down_after`.
+- Turns: a 5xx other than 503, no byte within the limit, a connection closed without an answer, what is not HTTP, and an
+  answer that breaks off. `failures` of them in a row, or half of at least `_WINDOW_TURNS` in `_WINDOW` seconds, make it
+  suspect; without one good turn for `down_after`, and with failures all the while, it is down. 4xx count for nothing,
+  429 and 503 for load. A turn's failure is no more than suspicion of the worker: the request may be why, or what all
+  workers stand on. So only as many are taken out by it as the fleet allows (`may_suspect`).
+- Probes: one that is answered badly, or late, counts for nothing; `failures` in a row make it suspect, and after
+  `down_after` more it is down. 503 is "not yet": it is starting.
+
+A good sign is of the kind of what went wrong: a worker that answers turns with errors answers probes as it always did.
+So who is suspected by turns must serve some well (`trial_due`) beside good probes; who is suspected by probes, or was
+not reached, is up again by probes alone, which takes no traffic.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+_WINDOW = 10.0
+_WINDOW_TURNS = 20
+_TIMES_IN_A_ROW = 2
+"""Of probes that say "not yet", and of connections that were not made, before they count: one may be chance."""
+_MOMENT = 1.0
+"""Seconds: failures closer together than that are of one event."""
+_TRIAL_WAITS = (5.0, 10.0, 20.0, 30.0)
+"""Seconds until a worker that is suspected by its turns is given one to try, by how many it has failed."""
+_RELAPSE = 60.0
+"""Seconds: who is suspected again within them must serve twice as many trial turns well."""
+_MOST_TRIALS = 16
+_NAMELESS = 30.0
+"""Seconds without an address after which a worker counts as unreachable: the name server has had its time."""
+_FAILURE_LOAD = 4.0
+"""What a failed turn counts for in placement at first, in turns in flight."""
+_LOAD_HALF_LIFE = 5.0
+_FORGOTTEN = 0.05
+_MINUTE = 60.0
+_REMEMBERED = 10_000
+_ONE_EVENT = 0.1
+"""Seconds: turns that find a worker away closer together than that have found out about one event."""
+
+
+class State(enum.Enum):
+    """How a worker is. What operators decided (cordon, drain) stands beside it, in `Worker.mark`."""
+
+    STARTING = "starting"
+    UP = "up"
+    SUSPECT = "suspect"
+    DOWN = "down"
+
+
+class Cause(enum.Enum):
+    """What made a worker suspect or down."""
+
+    TURNS = "turns"
+    PROBES = "probes"
+    CONNECTS = "connects"
+
+
+class Probe(enum.Enum):
+    """What came of a probe."""
+
+    GOOD = "good"
+    REACHABLE = "reachable"
+    """It answers, and does not say how it is: it has no such path, wants another key, or is busy."""
+    NOT_YET = "not_yet"
+    BAD = "bad"
+    """An error, or nothing within the limit."""
+    UNREACHABLE = "unreachable"
+    NAMELESS = "nameless"
+    """Its name could not be looked up, now or ever."""
+
+
+class Tolerance(msgspec.Struct, frozen=True):
+    """What operators decide; times in seconds."""
+
+    probed: bool = False
+    """Probes come. Without them a worker is up until its turns say otherwise."""
+    failures: int = 3
+    """In a row, that make a worker suspect."""
+    good_probes: int = 2
+    """In a row, that a worker needs which was suspected, or down."""
+    down_after: float = 5.0
+    slow_start: float = 10.0
+    """In which the share of a worker that was starting or down grows; 0: at once."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One change of state. `why` says it with the evidence."""
+
+    before: State
+    after: State
+    why: str
+    first: bool
+    """Nothing was known of it before."""
+
+
+class Health:
+    """One worker's. `good` counts the turns that it answered well, and is raised by whoever sees one, who then calls
+    `served_well` if `watchful`: all that a healthy worker's turn costs.
+
+    Invariant: `cause` is None exactly in STARTING and UP. `watchful` is False exactly in UP.
+    """
+
+    def __init__(
+        self,
+        tolerance: Tolerance,
+        *,
+        joins: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        may_suspect: Callable[[], bool] = lambda: True,
+        changed: Callable[[Change], None] = lambda _: None,
+    ) -> None:
+        """`joins`: it comes to a fleet that runs already, so that it is given its share slowly. `may_suspect`: asked
+        before turns alone take it out. `changed` is told of each change of state, after it."""
+        self.tolerance, self.clock, self.may_suspect, self.changed = tolerance, clock, may_suspect, changed
+        now = clock()
+        self.state = State.STARTING if tolerance.probed else State.UP
+        self.since = now
+        self.why = "not asked yet" if tolerance.probed else "nothing is known against it"
+        self.cause: Cause | None = None
+        self.watchful = tolerance.probed
+        self.evicting = False
+        """Sessions that are bound to it move with their next turn."""
+        self.good = 0
+        self.probe: Probe | None = None
+        """What came of the last one."""
+        self.errors = Errors(clock)
+        self.burden = Burden(tolerance.slow_start)
+        self._new = True
+        self._cold = joins
+        """What it had in its caches is gone, or it never had anything."""
+        if joins and not tolerance.probed:
+            self.burden.rise(now)
+        self._failures = _Failures(tolerance.failures, now)
+        self._trials = _Trials(now)
+        self._good_at = now
+        """The last good sign, of the kind of what went wrong."""
+        self._good_probes = self._bad_probes = self._not_yet = self._missed = 0
+        """In a row; `_missed`: connections."""
+        self._good_before = 0
+        """`good` at the last bad probe."""
+        self._missed_at = now
+        self._nameless_since: float | None = None
+
+    # -- what turns say
+
+    def served_well(self) -> None:
+        """A turn was answered below 400."""
+        now = self.clock()
+        self._bad_probes = 0
+        self._good_at = now
+        if self.cause is Cause.TURNS:
+            self._trials.served(now)
+            self._rise_if_tried()
+        elif self.state is State.STARTING:
+            if not self._not_yet:
+                self._rise("a turn was answered")
+        elif self.cause is Cause.CONNECTS and (self.state is State.SUSPECT or not self.tolerance.probed):
+            self._rise("a turn was answered")
+
+    def failed(self, what: str) -> None:
+        """A turn failed in a way that is the worker's: `what` it did."""
+        now = self.clock()
+        self.errors.note(what, now)
+        self.burden.failed(now)
+        why = self._failures.note(what, self.good, now)
+        if self.cause is Cause.TURNS:
+            self._trials.failed(now)
+            self.tick()
+        elif why and self.state in (State.UP, State.SUSPECT) and self.may_suspect():
+            self._trials.begin(now, afresh=self.state is State.UP)
+            if self.state is State.UP:
+                self._enter(State.SUSPECT, why, Cause.TURNS)
+            else:
+                self.cause, self.why = Cause.TURNS, why
+
+    def busy(self, what: str) -> None:
+        """A turn was answered 429 or 503: no illness, but no place for the next one either."""
+        now = self.clock()
+        self.errors.note(what, now, counts=False)
+        self.burden.failed(now)
+
+    def connected(self) -> None:
+        """A turn has made a connection."""
+        self._missed = 0
+        self._nameless_since = None
+        if self.cause is Cause.CONNECTS and (self.state is State.SUSPECT or not self.tolerance.probed):
+            self._rise("it can be connected to")
+
+    def unreachable(self, what: str, *, refused: bool = False) -> None:
+        """A connection could not be made. `refused`: by the host, nobody listens there."""
+        now = self.clock()
+        self.errors.note(what, now, counts=False)
+        self.burden.failed(now)
+        if not self._missed or now - self._missed_at >= _ONE_EVENT:
+            self._missed += 1
+        self._missed_at = now
+        self._good_probes = 0
+        lost = refused or self._missed >= _TIMES_IN_A_ROW
+        if self.state is State.DOWN:
+            if lost:  # whatever it was, another process will answer
+                self.cause, self._cold = Cause.CONNECTS, True
+        elif lost:
+            self._enter(State.DOWN, what, Cause.CONNECTS)
+        elif self.state is State.UP:
+            self._enter(State.SUSPECT, what, Cause.CONNECTS)
+
+    def nameless(self, what: str) -> None:
+        """Its name could not be looked up and never was: the name server's trouble, as long as that may last."""
+        now = self.clock()
+        self.errors.note(what, now, counts=False)
+        if self._nameless_since is None:
+            self._nameless_since = now
+        elif now - self._nameless_since >= _NAMELESS and self.state is not State.DOWN:
+            self._enter(State.DOWN, f"{what}, for {_NAMELESS:g} s", Cause.CONNECTS)
+
+    # -- what probes say
+
+    def probed(self, probe: Probe, what: str) -> None:
+        """A probe has ended; `what` it was told."""
+        self.probe = probe
+        if probe is Probe.GOOD or probe is Probe.REACHABLE:
+            self._well(what)
+            return
+        self._good_probes = 0
+        if probe is Probe.NAMELESS:
+            self.nameless(what)
+        elif probe is Probe.NOT_YET:
+            self._not_ready(what)
+        elif probe is Probe.BAD:
+            self._not_yet = self._missed = 0
+            # A turn that went well meanwhile says more than a late probe.
+            self._bad_probes = self._bad_probes + 1 if self.good == self._good_before else 1
+            self._good_before = self.good
+            if self.state is State.UP and self._bad_probes >= self.tolerance.failures:
+                why = f"{self._bad_probes} probes failed in a row, the last one: {what}"
+                self._enter(State.SUSPECT, why, Cause.PROBES)
+            elif self.state is State.STARTING:
+                self.why = what
+        elif self._missed:
+            self.unreachable(what, refused=True)
+        else:  # once may be chance, and no turn has failed
+            self._missed, self._missed_at = 1, self.clock()
+        self.tick()
+
+    def _well(self, what: str) -> None:
+        self._good_probes += 1
+        self._bad_probes = self._not_yet = self._missed = 0
+        self._nameless_since = None
+        if self.cause is Cause.TURNS:
+            self._rise_if_tried()
+        elif self.state is State.STARTING:
+            self._rise(f"a probe was answered: {what}")
+        elif self.cause is not None:
+            self._good_at = self.clock()
+            if self._good_probes >= self.tolerance.good_probes:
+                self._rise(f"{self._good_probes} probes were answered: {what}")
+
+    def _not_ready(self, what: str) -> None:
+        self._bad_probes = self._missed = 0
+        self._not_yet += 1
+        if self.state is State.STARTING:
+            self._cold = True
+            self.why = what
+        elif self.state is State.DOWN or self._not_yet >= _TIMES_IN_A_ROW:
+            self._enter(State.STARTING, what, None)
+
+    @property
+    def undecided(self) -> bool:
+        """The next probe may change its state, so that it had better come soon."""
+        if self.state is State.UP:
+            return bool(self._missed or self._not_yet or self._bad_probes)
+        return 0 < self._good_probes < self.tolerance.good_probes
+
+    # -- what time says
+
+    def tick(self) -> None:
+        """To be called now and then while `watchful`."""
+        now = self.clock()
+        if now - max(self.since, self._good_at) < self.tolerance.down_after:
+            return
+        if self.state is State.STARTING:
+            # Whoever is bound to it had better go elsewhere: what it knew is gone, or it does not come up.
+            if self._not_yet or self._bad_probes:
+                self.evicting = True
+        elif self.state is State.SUSPECT:
+            if self.cause is Cause.TURNS:
+                sick = self._failures.at >= self.since + min(_MOMENT, self.tolerance.down_after / 2)
+            else:
+                sick = not self._good_probes
+            if sick:
+                why = f"no good sign for {now - max(self.since, self._good_at):.1f} s; {self.errors.last or self.why}"
+                self._enter(State.DOWN, why, self.cause)
+
+    # -- what placement wants to know
+
+    def trial_due(self, now: float) -> bool:
+        """It is suspected for its turns, and may be given one to see."""
+        return self.cause is Cause.TURNS and now >= self._trials.at and self._probes_agree
+
+    def trial_begun(self) -> None:
+        """It is given one; the next when that has ended, or after a while."""
+        self._trials.begun(self.clock())
+
+    # -- helpers
+
+    @property
+    def _probes_agree(self) -> bool:
+        return not self.tolerance.probed or self._good_probes >= self.tolerance.good_probes
+
+    def _rise_if_tried(self) -> None:
+        if self._trials.passed and self._probes_agree:
+            self._rise(f"{self._trials.good} trial turn{'s' * (self._trials.good > 1)} went well")
+
+    def _rise(self, why: str) -> None:
+        now = self.clock()
+        self.burden.forgive()
+        if self._cold or self.state is State.DOWN:
+            self.burden.rise(now)
+        self._cold = False
+        self._failures.forget(now)
+        if self.cause is Cause.TURNS:
+            self._trials.rose_at = now
+        self._enter(State.UP, why, None)
+
+    def _enter(self, state: State, why: str, cause: Cause | None) -> None:
+        before, self.state, self.why, self.cause = self.state, state, why, cause
+        self.since = self.clock()
+        self.watchful = state is not State.UP
+        if state is State.DOWN:
+            self.evicting = True
+        elif state is State.UP:
+            self.evicting = False
+        if state is State.STARTING or cause is Cause.CONNECTS:
+            self._cold = self._cold or state is not State.SUSPECT
+        first, self._new = self._new, False
+        self.changed(Change(before, state, why, first))
+
+
+class Errors:
+    """What a worker did wrong lately, for people."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.last, self.last_at = "", 0.0
+        self._at: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def note(self, what: str, now: float, *, counts: bool = True) -> None:
+        self.last, self.last_at = what, now
+        if counts:
+            self._at.append(now)
+
+    def per_minute(self) -> int:
+        """Turns that it failed within the last minute."""
+        start = self._clock() - _MINUTE
+        while self._at and self._at[0] < start:
+            self._at.popleft()
+        return len(self._at)
+
+
+class Burden:
+    """What is added to a worker's load, in turns in flight, for its failures and for its slow start: whoever fails
+    fast has the fewest in flight, and whoever has just come has none."""
+
+    def __init__(self, slow_start: float) -> None:
+        self._slow_start = slow_start
+        self._penalty, self._penalty_at = 0.0, 0.0
+        self._risen_at: float | None = None
+
+    @property
+    def any(self) -> bool:
+        """There is, or lately was, some."""
+        return self._penalty > 0.0 or self._risen_at is not None
+
+    def failed(self, now: float) -> None:
+        self._penalty = self._decayed(now) + _FAILURE_LOAD
+        self._penalty_at = now
+
+    def rise(self, now: float) -> None:
+        """Its share grows from now on."""
+        self._risen_at = now if self._slow_start else None
+
+    def forgive(self) -> None:
+        """What it failed is past: it has shown that it serves."""
+        self._penalty = 0.0
+
+    def now(self, now: float, usual: float) -> float:
+        """`usual`: the load of a worker like it. 0: nothing, until something new happens."""
+        penalty = self._decayed(now)
+        if penalty < _FORGOTTEN:
+            self._penalty = penalty = 0.0
+        if self._risen_at is not None:
+            share = (now - self._risen_at) / self._slow_start
+            if share < 1.0:
+                return penalty + (1.0 - share) * usual + _FORGOTTEN
+            self._risen_at = None
+        return penalty
+
+    def _decayed(self, now: float) -> float:
+        return self._penalty * 0.5 ** ((now - self._penalty_at) / _LOAD_HALF_LIFE) if self._penalty else 0.0
+
+
+class _Failures:
+    """Whether failed turns are enough to suspect their worker. `at`: when the last one was."""
+
+    def __init__(self, enough: int, now: float) -> None:
+        self._enough = enough
+        self.at = now
+        self._row = 0
+        self._good = 0
+        """What had gone well at the last failure: more of it ends the row."""
+        self._window_at, self._window_bad, self._window_good = now - _WINDOW, 0, 0
+
+    def note(self, what: str, good: int, now: float) -> str:
+        """One more, when `good` turns had gone well. Returns why that is enough; empty: it is not."""
+        self.at = now
+        self._row = 1 if good != self._good else self._row + 1
+        self._good = good
+        if now - self._window_at >= _WINDOW:
+            self._window_at, self._window_bad, self._window_good = now, 0, good
+        self._window_bad += 1
+        if self._row >= self._enough:
+            return f"{self._row} turns failed in a row, the last one with {what}"
+        turns = self._window_bad + good - self._window_good
+        if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
+            return f"{self._window_bad} of {turns} turns failed within {_WINDOW:g} s, the last one with {what}"
+        return ""
+
+    def forget(self, now: float) -> None:
+        self._row = 0
+        self._window_at = now - _WINDOW
+
+
+class _Trials:
+    """The turns that a suspected worker is given to see how it is: the next one from `at` on."""
+
+    def __init__(self, now: float) -> None:
+        self.at = now
+        self.good = 0
+        """In a row."""
+        self.rose_at = now - _RELAPSE
+        self._failed = self._relapses = 0
+        self._out = False
+
+    @property
+    def passed(self) -> bool:
+        """It has served as many well as it had to."""
+        return self.good >= min(1 << self._relapses, _MOST_TRIALS)
+
+    def begin(self, now: float, *, afresh: bool) -> None:
+        """It is suspected; `afresh`: for the first time since it was up."""
+        if afresh:
+            self._relapses = self._relapses + 1 if now - self.rose_at < _RELAPSE else 0
+        self.good = self._failed = 0
+        self._out = False
+        self.at = now + self._wait
+
+    def begun(self, now: float) -> None:
+        self._out = True
+        self.at = now + self._wait
+
+    def served(self, now: float) -> None:
+        self._out = False
+        self.good += 1
+        self.at = now
+
+    def failed(self, now: float) -> None:
+        self.good = 0
+        if self._out:
+            self._out = False
+            self._failed += 1
+        self.at = max(self.at, now + self._wait)
+
+    @property
+    def _wait(self) -> float:
+        return _TRIAL_WAITS[min(self._failed, len(_TRIAL_WAITS) - 1)]

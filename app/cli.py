@@ -19,7 +19,8 @@ _COMMANDS = {
     "mock": "run simulated workers",
     "up": "run simulated workers and replicas of the router on this machine, ready to be tried",
     "sessions": "list, show and close sessions of a running router",
-    "workers": "list the workers of a running router",
+    "workers": "list the workers of a running router, add and remove, cordon and drain them",
+    "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
 }
 
@@ -76,9 +77,11 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             options.add_arguments(parser)
         case "mock":
             import mocker.cli
+            from app import register
 
             mocker.cli.add_arguments(parser)
-            parser.set_defaults(run=mocker.cli.run)
+            register.add_mock_arguments(parser)
+            parser.set_defaults(run=lambda args: mocker.cli.run(args, beside=register.beside_mocks(args)))
         case "up":
             from app import up
 
@@ -87,6 +90,10 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import remote
 
             remote.add_arguments(parser, name)
+        case "register":
+            from app import register
+
+            register.add_arguments(parser)
         case "key":
             parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
             parser.set_defaults(run=_make_key)

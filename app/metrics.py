@@ -44,7 +44,7 @@ SESSION_PATHS = (
 STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
 PROBE_RESULTS = ("good", "reachable", "misconfigured", "not_yet", "bad", "unreachable", "nameless")
 WORKER_STATES = ("starting", "up", "suspect", "down")
-SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "gone")
+SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "leaving", "gone")
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
 
@@ -235,6 +235,14 @@ class Metrics(Collector):
         """Count one turn. Only paths that many clients ask for get a series of their own."""
         name = path.decode("latin-1")
         self.unnamed.cells[name if (name,) in self.unnamed.cells else "other",] += 1
+
+    def forget_worker(self, name: str) -> None:
+        """Nothing is told any more of a worker that is gone: names come and go with pods, and never end."""
+        for metric in vars(self).values():
+            if isinstance(metric, Counter) and "worker" in metric.labels:
+                at = list(metric.labels).index("worker")
+                for cell in [cell for cell in metric.cells if cell[at] == name]:
+                    del metric.cells[cell]
 
     def collect(self) -> Iterable[Metric]:
         for metric in vars(self).values():

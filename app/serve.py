@@ -20,10 +20,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,9 +31,11 @@ from fastapi import FastAPI
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, Route, client_protocol
+from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
 from app.listening import Place, listen_at_path, removed_at_end
 from app.main import Router, create_app
+from app.reloading import LOOK_EVERY, Passed, Rereading
 
 log = logging.getLogger("coatcheck")
 
@@ -49,14 +51,20 @@ _SHORT_LIFE = 1.0
 """A process that lived shorter than this, in seconds, is replaced only after such a pause."""
 
 
-def serve(settings: Settings) -> int:
+def serve(rereading: Rereading) -> int:
     """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
+    settings = rereading.settings
     raise_open_files()
+    signal.signal(signal.SIGHUP, lambda number, frame: rereading.ask())
     with _listening(settings) as listeners:
         if settings.listen.processes > 1:
-            return _Supervisor(settings, listeners).run()
+            return _Supervisor(rereading, listeners).run()
         server = Server(
-            create_app(settings), settings, listeners.admin, announce=lambda: _announce(settings, listeners)
+            create_app(settings),
+            settings,
+            listeners.admin,
+            announce=lambda: _announce(settings, listeners),
+            changes=rereading.changes,
         )
         server.run(listeners.public)
     return 0
@@ -160,6 +168,28 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
+class _Protocol:
+    """Makes the protocols of clients' connections, by the limits of the moment."""
+
+    def __init__(self, route: Route, draining: Callable[[], bool], origins: Origins | None) -> None:
+        self._route, self._draining, self._origins = route, draining, origins
+        self._made: Callable[..., asyncio.Protocol]
+
+    def limit(self, settings: Settings) -> None:
+        """For the connections that come from now on."""
+        limits = ClientLimits(
+            head_bytes=settings.limits.max_header_bytes,
+            head_wait=settings.limits.client_head_timeout,
+            body_wait=settings.limits.client_body_timeout,
+            read_wait=settings.limits.client_read_timeout,
+            idle=settings.listen.keepalive_timeout,
+        )
+        self._made = client_protocol(self._route, self._draining, limits, self._origins)
+
+    def __call__(self, **how: Any) -> asyncio.Protocol:
+        return self._made(**how)
+
+
 class Server(uvicorn.Server):
     """One router process on sockets that are already bound.
 
@@ -174,24 +204,19 @@ class Server(uvicorn.Server):
         admin_sockets: Sequence[socket.socket] = (),
         *,
         announce: Callable[[], None] = lambda: None,
+        changes: Callable[[], AsyncIterator[Settings]] | None = None,
         forceful: bool = True,
     ) -> None:
+        """`changes`: the settings whenever they change."""
+
         def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+            protocol = _Protocol(route, lambda: router.draining, router.origins if app is router else None)
+            protocol.limit(settings)
+            self._protocols.append(protocol)
             return uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=client_protocol(
-                    route,
-                    lambda: router.draining,
-                    ClientLimits(
-                        head_bytes=settings.limits.max_header_bytes,
-                        head_wait=settings.limits.client_head_timeout,
-                        body_wait=settings.limits.client_body_timeout,
-                        read_wait=settings.limits.client_read_timeout,
-                        idle=settings.listen.keepalive_timeout,
-                    ),
-                    router.origins if app is router else None,
-                ),
+                http=cast(type[asyncio.Protocol], protocol),  # uvicorn only calls it
                 ws="none",
                 lifespan=lifespan,
                 log_config=None,
@@ -203,6 +228,9 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.process.drain_timeout,
             )
 
+        self._protocols: list[_Protocol] = []
+        self._changes = changes
+        self._following: asyncio.Task[None] | None = None
         super().__init__(config(router, router.proxy_of, "on"))
         self._admin_config = config(router.admin_side, lambda path: None, "off")
         self._admin_sockets = admin_sockets
@@ -220,7 +248,27 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         await self.serve_admins()
         if self.started:
+            if self._changes is not None:
+                self._following = asyncio.create_task(self.follow(self._changes()))
             self._announce()
+
+    async def follow(self, changes: AsyncIterator[Settings]) -> None:
+        """Take up what may change while turns run."""
+        async for settings in changes:
+            try:
+                await self._router.follow(settings)
+            except (ValueError, OSError) as error:  # it has changed once more since it was checked
+                log.warning("the settings stay as they were: %s", mask(str(error)))
+            except Exception:  # a fault of ours: the operator sees it in the log, and turns go on
+                log.exception("the settings could not be taken up")
+            else:
+                for protocol in self._protocols:
+                    protocol.limit(settings)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._following is not None:
+            self._following.cancel()
+        await super().shutdown(sockets)
 
     async def serve_admins(self) -> None:
         """The second listener, as uvicorn makes the first: closed, drained and waited for with it."""
@@ -266,8 +314,11 @@ def _keep_freed_memory() -> None:
 class _Supervisor:
     """The parent of `--processes N`: starts them on its sockets, replaces those that die, stops them together."""
 
-    def __init__(self, settings: Settings, listeners: _Listeners) -> None:
-        self._settings = settings
+    def __init__(self, rereading: Rereading, listeners: _Listeners) -> None:
+        self._settings = rereading.settings
+        self._rereading = rereading
+        self._passed = Passed()
+        self._look_at = 0.0
         self._listeners = listeners
         self._numbers = itertools.count(1)
         self._running: dict[subprocess.Popen[bytes], float] = {}
@@ -283,6 +334,7 @@ class _Supervisor:
             _announce(self._settings, self._listeners)
             while not self._signals:
                 time.sleep(0.1)
+                self._pass_on()
                 for child in [child for child in self._running if child.poll() is not None]:
                     if self._signals:
                         break
@@ -304,13 +356,32 @@ class _Supervisor:
             drain = self._settings.process.drain_delay + self._settings.process.drain_timeout
             children.stop(self._running, grace=drain + _STOP_MARGIN, hurried=lambda: self._signals > 1)
 
+    def _pass_on(self) -> None:
+        """Settings that have changed, to all processes."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY
+        settings = self._rereading.again(self._rereading.stamps())
+        if settings is not None:
+            try:
+                self._passed.write(settings)
+            except (ValueError, OSError) as error:  # a file with a secret has changed once more since it was checked
+                log.warning("the settings stay as they were: %s", mask(str(error)))
+            else:
+                self._settings = settings
+
     def _start(self) -> None:
         replica = f"{self._settings.store.replica}-{next(self._numbers)}"
         store = self._settings.store.model_copy(update={"replica": replica})
         environment = os.environ | {_SETTINGS_VARIABLE: self._settings.model_copy(update={"store": store}).dump()}
         descriptors = [[listener.fileno() for listener in each] for each in self._listeners]
+        passed = self._passed.descriptor
         child = children.start(
-            "app.serve", json.dumps(descriptors), environment=environment, pass_fds=list(itertools.chain(*descriptors))
+            "app.serve",
+            json.dumps(descriptors),
+            str(passed),
+            environment=environment,
+            pass_fds=[passed, *itertools.chain(*descriptors)],
         )
         self._running[child] = time.monotonic()
 
@@ -343,11 +414,15 @@ def _where(listener: socket.socket) -> Place:
 
 
 def _serve_as_child() -> int:
-    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]]`, the settings in the environment."""
+    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD`, the settings in the environment;
+    from the last one they come when they change."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent's to hear
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
     configure_logging(settings.process.log_level)
     public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
-    Server(create_app(settings), settings, admin, forceful=False).run(public)
+    passed = Passed(int(sys.argv[2]))
+    replica = settings.store.replica
+    Server(create_app(settings), settings, admin, changes=lambda: passed.changes(replica), forceful=False).run(public)
     return 0
 
 

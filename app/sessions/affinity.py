@@ -318,6 +318,8 @@ class _Resolver:
 
     async def _adopt(self, claim: Claim, how: str, placement: Placement, snapshot: Snapshot) -> tuple[Entry, str]:
         name = claim.value.worker
+        if self._fleet.worker(name) is None:
+            await self._fleet.learn(name)  # another replica may have heard of it first
         target = self._fleet.find(name, claim.value.rank)
         if target is not None:
             return self._entries.note(claim, target, snapshot, kept=placement.kept), how

@@ -58,8 +58,9 @@ class Entry:
         self.renew_at = float("inf")
 
     def continues(self, claim: Claim, target: Target) -> bool:
-        """It is of this very claim, or was placed without the store where the claim now says."""
-        if self.claim is None:
+        """It is of this very claim, or was placed without the store where the claim now says. Not when its worker has
+        left, and another one has come under its name."""
+        if self.claim is None or self.target is not target:
             return self.target is target
         return (self.claim.revision, self.claim.value.nonce) == (claim.revision, claim.value.nonce)
 

@@ -24,6 +24,8 @@ STARTERS = {
     "app.serve",
     "app.up",
     "app.children",
+    "app.register",
+    "app.reloading",
 }
 """They start processes and read settings; what they may know is not the data plane's concern."""
 STORE_METHODS = {"create_or_get", "renew", "subscribe", "stamp", "check"}
@@ -139,7 +141,12 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         for each in imported(name)
         if name.startswith("app") and each.startswith("backends")
     }
-    assert knowing == {("app.sessions", "backends.base"), ("app.sessions", "backends.singleflight")}
+    assert knowing == {
+        ("app.fleet", "backends.base"),
+        ("app.fleet", "backends.registry"),
+        ("app.sessions", "backends.base"),
+        ("app.sessions", "backends.singleflight"),
+    }
 
 
 @pytest.mark.parametrize("name", MODULES)

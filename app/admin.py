@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from app.errors import TurnError, documented
+from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import OperatorMark, State
 from app.fleet.workers import Fleet, WorkerError, worker_spec
@@ -40,6 +41,7 @@ def add_admin(
     *,
     fleet: Fleet,
     discovery: Discovery,
+    catalog: Catalog,
     affinity: Callable[[], Affinity],
     hasher: KeyHasher,
     admins: Admins,
@@ -113,6 +115,7 @@ def add_admin(
                         for target in worker.targets
                         if target.rank is not None
                     ],
+                    "models": catalog.models_of(worker.name),
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
                     "turns": worker.cells.total,

@@ -15,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.admin import add_admin
 from app.config import Settings, Workers, mask
 from app.control import add_control_plane
+from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.records import RegistrySource, this_host
 from app.fleet.discovery.source import Source
@@ -34,6 +35,7 @@ from app.metrics import SHOWN_STATES, Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
 from app.turn.request import Reading
@@ -121,6 +123,7 @@ class Router(FastAPI):
             has_ranks=self.has_ranks(),
             body_limit=settings.limits.max_body_bytes,
             judges_hints=settings.sessions.hints == "follow",
+            aliases=parse_aliases(settings.workers.model_alias),
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
@@ -178,7 +181,17 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
 
+    lists = ModelLists(fleet, tls)
+    catalog = Catalog(
+        fleet,
+        lists,
+        lambda: [(b"authorization", b"Bearer " + app.reading.worker_key)] if app.reading.worker_key else [],
+        interval=settings.workers.models_interval,
+        strict=settings.workers.unknown_models == "refuse",
+    )
+
     def fleet_changed() -> None:
+        catalog.fleet_changed()
         if app.claims is not None and app.reading.has_ranks != app.has_ranks():
             app.read_anew()
 
@@ -215,6 +228,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                         affinity=app.affinity,
                         hasher=hasher,
                         metrics=metrics,
+                        catalog=catalog,
                         admins=admins_of_turns,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
@@ -234,7 +248,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             app.affinity.start()
             prober = Prober(fleet, how_to_probe(settings.workers, app.reading.key_line))
             stack.callback(prober.stop)
-            await prober.start()
+            stack.push_async_callback(catalog.aclose)
+            await asyncio.gather(prober.start(), catalog.start(claims.registry))
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
             stack.push_async_callback(app.affinity.aclose)
@@ -252,7 +267,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         gone=metrics.forget_worker,
     )
     app.read_anew()
-    models = Models(ModelLists(fleet, tls), lambda: app.reading)
+    models = Models(lists, catalog, lambda: app.reading)
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
@@ -268,6 +283,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             metrics=metrics,
             draining=lambda: app.draining,
             models=models,
+            changed=catalog.look,
             management=Management(
                 fleet,
                 tls,
@@ -281,6 +297,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         app.admin_side,
         fleet=fleet,
         discovery=app.discovery,
+        catalog=catalog,
         affinity=lambda: app.affinity,
         hasher=hasher,
         admins=admins,

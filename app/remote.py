@@ -25,6 +25,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = 10.0
 """Seconds that the router has to answer."""
 _PAGE = 1000
+_MODELS_SHOWN = 3
 """The most sessions that one answer lists."""
 _WORDS = ("cordon", "uncordon", "drain", "remove")
 _SAID = {
@@ -202,6 +203,7 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         worker["decided"] = f"by {worker['by']} at {_clock(worker['at'])}" if worker["by"] else None
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
+        worker["models"] = None if worker["models"] is None else _some(worker["models"])
         worker["since"] = _span(worker["since_seconds"])
         if worker["last_error"] is not None:
             worker["last_error"] += f" ({_span(worker['last_error_seconds'])} ago)"
@@ -216,6 +218,7 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         "sessions": "sessions",
         "connections": "connections",
         "errors_per_minute": "errors/min",
+        "models": "models",
         "reason": "reason",
         "last_error": "last error",
         "source": "source",
@@ -228,6 +231,11 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
             print(f"workers from {each['source']}: {each['trouble']}; the last view stands")
     if said["marks_trouble"]:
         print(f"operators' marks: {said['marks_trouble']}; the last ones stand")
+
+
+def _some(models: list[str]) -> str:
+    more = len(models) - _MODELS_SHOWN
+    return " ".join(models[:_MODELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _mark(args: argparse.Namespace, ask: Ask) -> None:

@@ -14,7 +14,7 @@ import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import msgspec
@@ -55,6 +55,8 @@ class Placement(msgspec.Struct, frozen=True):
     """Only a claim that stands will do, else this is raised."""
     kept: bool = False
     """It is no session but something that a worker keeps, which nobody can move."""
+    among: frozenset[str] | None = None
+    """The names of the workers that will do; None: all."""
 
 
 ANYWHERE = Placement()
@@ -165,13 +167,23 @@ class Binding:
 
     def answered(self, status: int) -> None:
         """The worker has begun to answer."""
-        if self._final and self._entry is not None and _ends(status):
+        if self._final and self._entry is not None and ends(status):
             self._entry.closing = True
 
     def end(self) -> None:
         """End the session with its last turn here."""
         if self._entry is not None:
             self._entry.closing = True
+
+    @property
+    def worker_name(self) -> str:
+        """Of the worker where the session is known to be; empty: it is not bound."""
+        return "" if self._entry is None else self._entry.target.worker.name
+
+    @property
+    def ending(self) -> bool:
+        """The session ends with its last turn here."""
+        return self._entry is not None and self._entry.closing
 
     @property
     def holds_end(self) -> bool:
@@ -188,7 +200,7 @@ class Binding:
     async def refused(self, status: int) -> None:
         """The turn is answered with an error of our own. A final turn that is refused for good ends its session all
         the same: the client will not send it again."""
-        if _ends(status):
+        if ends(status):
             await self.left()
             await self.close()
 
@@ -291,7 +303,8 @@ class _Resolver:
         self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where."""
-        elsewhere = Placement(tuple(target for target in placement.candidates if target.worker.name not in lost))
+        hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
+        elsewhere = Placement(hinted, among=placement.among)
         if self._claims.state is not StoreState.UP:
             return self._without_store(key, None, elsewhere, lost)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -341,7 +354,7 @@ class _Resolver:
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost, trials=False)))
+        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost, placement, trials=False)))
         self._entries.install(entry)
         return entry, "degraded"
 
@@ -350,10 +363,10 @@ class _Resolver:
         what became of following the parent, if there is one: followed, unknown or passed_over. Only looks."""
         if placement.candidates:
             return least_loaded(placement.candidates), "hint", ""
-        candidates, parent = self._candidates(lost), ""
+        candidates, parent = self._candidates(lost, placement), ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
-            candidates = self._candidates(lost)  # as they are now
+            candidates = self._candidates(lost, placement)  # as they are now
             if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
@@ -373,8 +386,8 @@ class _Resolver:
         claim = await self._claims.get(parent)
         return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
 
-    def _candidates(self, lost: frozenset[str], *, trials: bool = True) -> list[Target]:
-        candidates = self._fleet.candidates(lost, trials=trials)
+    def _candidates(self, lost: frozenset[str], placement: Placement, *, trials: bool = True) -> list[Target]:
+        candidates = self._fleet.candidates(lost, placement.among, trials=trials)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates
@@ -566,6 +579,26 @@ class Affinity:
             self._entries.forget(key)
         return outcome
 
+    def knows(self, key: str) -> bool:
+        """Whether this replica remembers a claim of it, proven or not."""
+        return self._entries.find(key) is not None
+
+    async def end_all(self, keys: Iterable[str]) -> None:
+        """Close what stands of these, each as `end` does. What takes longer than `close_limit` goes on in the
+        background."""
+        tasks = [self._tasks.spawn(self._end_in_any_case(key)) for key in keys]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._close_limit)
+
+    def end_later(self, keys: Iterable[str]) -> None:
+        """As `end_all`, in the background."""
+        for key in keys:
+            self._tasks.spawn(self._end_in_any_case(key))
+
+    async def _end_in_any_case(self, key: str) -> None:
+        with contextlib.suppress(TurnError):  # the store is away; the claim ends by its TTL
+            await self.end(key)
+
     # -- back
 
     async def _reconcile(self) -> None:
@@ -583,6 +616,6 @@ class Affinity:
             binding.release()
 
 
-def _ends(status: int) -> bool:
+def ends(status: int) -> bool:
     """Whether a final turn that is answered so ends its session."""
     return status < 500 and status not in _KEPT_STATUSES

@@ -246,6 +246,7 @@ class Rooms:
                     "claims": "memory://",
                     "replica": f"r{number}",
                     "probe_path": "off",
+                    "models_interval": 0,
                     **settings,
                 }
                 made = Settings.flat(**values)

@@ -79,6 +79,7 @@ class Router(FastAPI):
     """From the start-up on."""
     discovery: Discovery
     fleet: Fleet
+    catalog: Catalog
     metrics: Metrics
     admin_side: FastAPI
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
@@ -258,6 +259,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
 
     app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.settings, app.fleet, app.metrics, app.keys = settings, fleet, metrics, Keys.read(settings)
+    app.catalog = catalog
     app.discovery = Discovery(
         fleet,
         make,

@@ -25,8 +25,8 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = 10.0
 """Seconds that the router has to answer."""
 _PAGE = 1000
-_MODELS_SHOWN = 3
 """The most sessions that one answer lists."""
+_MODELS_SHOWN = 3
 _WORDS = ("cordon", "uncordon", "drain", "remove")
 _SAID = {
     "add": "is added",

@@ -66,13 +66,14 @@ _MOST_NAMES_TOLD = 8
 class _Record(msgspec.Struct, frozen=True):
     """What is written of a worker. Readers ignore fields that they do not know."""
 
-    models: dict[str, msgspec.Raw | None]
+    models: dict[str, msgspec.Raw]
     """Id → entry; null where all entries together are too long for a record."""
     at: float
     """When, in Unix seconds."""
     version: int = 1
 
 
+_NULL = msgspec.Raw(b"null")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Record).decode
 
@@ -91,6 +92,8 @@ class _Known(msgspec.Struct, eq=False):
     was_up: bool = False
     due: float = 0.0
     late_until: float = 0.0
+    failures: int = 0
+    """In a row."""
     recorded: frozenset[str] | None = None
     """The names in its record; None: there is none, or none that can be read."""
     recorded_at: float = 0.0
@@ -371,13 +374,16 @@ class Catalog:
             if known.worker is worker:
                 known.refused = error.code == "invalid_api_key"
                 known.late_until = self._clock() + _LATE_FOR if error.code == "worker_timeout" else 0.0
+                if known.entries is None:
+                    known.due = min(known.due, self._clock() + 2.0**known.failures)
+                known.failures = min(known.failures + 1, 16)
                 if not known.asked:
                     known.asked = True
                     self._recompute()
             return
         if known.worker is not worker:
             return
-        known.refused, known.late_until = False, 0.0
+        known.refused, known.late_until, known.failures = False, 0.0, 0
         if known.events != events and known.entries is not None and known.entries.keys() != entries.keys():
             known.due = 0.0  # another replica has heard something meanwhile; ours may be older
             return
@@ -429,7 +435,7 @@ class Catalog:
             known.events += 1
             known.recorded, known.recorded_at = frozenset(record.models), record.at
             if known.entries is None or known.entries.keys() != record.models.keys():
-                entries = {model: _entry(model) if entry is None else entry for model, entry in record.models.items()}
+                entries = {model: _entry(model) if entry == _NULL else entry for model, entry in record.models.items()}
                 self._note(name, known, entries)
         for name in [name for name, known in self._by_name.items() if name not in records]:
             known = self._by_name[name]
@@ -448,7 +454,7 @@ class Catalog:
         names = frozenset(known.entries)
         value = _encode(_Record(dict(known.entries), self._wall()))
         if len(value) > MAX_VALUE:
-            value = _encode(_Record(dict.fromkeys(known.entries), self._wall()))
+            value = _encode(_Record(dict.fromkeys(known.entries, _NULL), self._wall()))
         if len(value) > MAX_VALUE or known.recorded == names:
             return  # too long to be remembered by others: they ask for themselves
         try:

@@ -20,7 +20,7 @@ import random
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -105,6 +105,16 @@ class _Known(msgspec.Struct, eq=False):
     asking: asyncio.Task[None] | None = None
 
 
+class Lists(Protocol):
+    """Asks workers (`models.ModelLists`)."""
+
+    def client(self) -> httpx.AsyncClient: ...
+
+    async def read(
+        self, client: httpx.AsyncClient, worker: Worker, headers: list[Header]
+    ) -> dict[str, msgspec.Raw]: ...
+
+
 class Catalog:
     """`start` inside the running loop; `aclose` before it ends. Before `start`, and when it is off, every worker may
     serve every model."""
@@ -112,7 +122,7 @@ class Catalog:
     def __init__(
         self,
         fleet: Fleet,
-        lists: ModelLists,
+        lists: Lists,
         headers: Callable[[], list[Header]],
         *,
         interval: float = 30.0,

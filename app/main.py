@@ -413,6 +413,12 @@ def _register_gauges(app: Router) -> None:
         lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
     )
     metrics.gauges(
+        "coatcheck_worker_models",
+        "Models that a worker lists; of one whose list is not known nothing is told.",
+        "worker",
+        lambda: ((w.name, len(models)) for w in app.fleet if (models := app.catalog.models_of(w.name)) is not None),
+    )
+    metrics.gauges(
         "coatcheck_worker_sessions",
         "Sessions that this replica knows, by their worker.",
         "worker",

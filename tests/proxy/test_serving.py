@@ -34,8 +34,8 @@ async def test_turns_and_sessions_go_to_workers_that_serve_their_model(rooms: Ro
                 turn = await ask(room, model, room.new() if number % 2 else None, at=number // 2 % 2)
                 assert (turn.status, turn.worker in workers) == (200, True)
         assert {name for name, count in served(room).items() if count} == {"w0", "w1", "w2", "w3", "w4"}
-        for model in (None, "", 7):  # it names none that could be read: the worker's to judge
-            assert (await ask(room, model)).status == 200
+        for none in (None, "", 7):  # it names none that could be read: the worker's to judge
+            assert (await ask(room, none)).status == 200
 
 
 async def test_a_session_that_uses_two_models_has_a_claim_for_each_and_its_final_ends_both(rooms: Rooms) -> None:
@@ -129,7 +129,7 @@ async def test_an_adapter_that_is_loaded_later_is_found_on_both_replicas(rooms: 
         room.worker("w2").models.append("lora")
         for app in room.replicas:
             app.catalog.look()
-        await until(lambda: all(app.catalog.serving("lora") == {"w2"} for app in room.replicas))
+        await until(lambda: all(app.catalog.serving("lora") == frozenset({"w2"}) for app in room.replicas))
         # Its claim beside the session's own moves to where the model is now.
         assert [(await ask(room, "lora", "s", at=at)).worker for at in (1, 0)] == ["w2", "w2"]
         assert (await ask(room, "a", "s", at=1)).worker == "w0"

@@ -16,7 +16,9 @@ from app.errors import TurnError, documented
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import OperatorMark, State
+from app.fleet.discovery.operators import Operators
 from app.fleet.workers import Fleet, WorkerError, worker_spec
+from app.replicas import Replicas
 from app.sessions.affinity import Affinity
 from app.sessions.entries import View
 from app.sessions.identity import KeyHasher, free_id
@@ -42,12 +44,15 @@ def add_admin(
     fleet: Fleet,
     discovery: Discovery,
     catalog: Catalog,
+    operators: Operators,
     affinity: Callable[[], Affinity],
     hasher: KeyHasher,
     admins: Admins,
     replica: str,
+    replicas: Callable[[], Replicas],
 ) -> None:
-    """Register `/admin/...` on `app`. `affinity` is asked for when a request comes: it exists from the start-up on."""
+    """Register `/admin/...` on `app`. `affinity` and `replicas` are asked for when a request comes: they exist from the
+    start-up on."""
 
     def only_admins(request: Request) -> None:
         host = request.client.host if request.client is not None else None
@@ -118,6 +123,7 @@ def add_admin(
                     "models": catalog.models_of(worker.name),
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
+                    "burden": round(worker.burden, 1),
                     "turns": worker.cells.total,
                     "errors_per_minute": worker.health.errors.per_minute(),
                     "last_error": worker.health.errors.last or None,
@@ -132,16 +138,21 @@ def add_admin(
                 }
                 for worker in fleet
             ],
+            "differences": replicas().differing(),
             "absent": [
                 {"name": each.name, "url": each.url, "mark": each.mark.state, **_word(each.mark)}
-                for each in discovery.absent()
+                for each in operators.absent()
             ],
             "sources": [
-                {"source": each.source.label, "workers": len(each.view.workers), "trouble": each.trouble or None}
-                for each in discovery.sources
+                {"source": label, "workers": count, "trouble": trouble or None}
+                for label, count, trouble in discovery.overview()
             ],
             "marks_trouble": (discovery.marks.trouble if discovery.marks is not None else "") or None,
         }
+
+    @routes.get("/replicas", summary="The replicas of this store, and in what they differ from this one")
+    async def all_replicas() -> dict[str, Any]:
+        return {"replica": replica, "replicas": replicas().view()}
 
     @routes.post("/workers", summary="Name a worker, for all replicas", responses=documented(*_OF_A_MARK))
     async def add(
@@ -153,7 +164,7 @@ def add_admin(
             spec = worker_spec(worker)
         except WorkerError as error:
             raise TurnError("invalid_request", str(error), param="worker") from None
-        return _marked(spec.name, await discovery.add(spec, by=_who(by, request)))
+        return _marked(spec.name, await operators.add(spec, by=_who(by, request)))
 
     @routes.post(
         "/workers/{name:path}/{word}",
@@ -167,7 +178,7 @@ def add_admin(
         deadline: Annotated[float, Query(ge=0, le=_LONGEST, description="Of drain: seconds; 0: sessions stay.")] = 0.0,
         by: By = "",
     ) -> dict[str, Any]:
-        said = await discovery.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
+        said = await operators.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
         return _marked(name, said)
 
     app.include_router(routes)

@@ -20,6 +20,7 @@ _COMMANDS = {
     "up": "run simulated workers and replicas of the router on this machine, ready to be tried",
     "sessions": "list, show and close sessions of a running router",
     "workers": "list the workers of a running router, add and remove, cordon and drain them",
+    "replicas": "list the replicas that share a running router's claims, and in what they differ",
     "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
 }
@@ -86,7 +87,7 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import up
 
             up.add_arguments(parser)
-        case "sessions" | "workers":
+        case "sessions" | "workers" | "replicas":
             from app import remote
 
             remote.add_arguments(parser, name)

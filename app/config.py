@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from annotated_types import BaseMetadata
@@ -57,7 +58,7 @@ from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
 from app.http.origins import Origins
-from app.listening import Place, read_place
+from app.listening import Place, read_peer_address, read_place
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
 from app.turn.fields import parse_aliases
@@ -124,11 +125,16 @@ Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
 
 
 def _default_claims() -> str:
-    """A folder of this user, so that replicas on one machine agree out of the box (XDG base directories)."""
+    """A folder of this user, so that replicas on one machine agree out of the box."""
+    return (state_folder() / "claims").as_uri()
+
+
+def state_folder() -> Path:
+    """This user's, for what outlives a process (XDG base directories). Raises RuntimeError: there is no home."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # the specification: a relative path is to be ignored
         state = Path.home() / ".local" / "state"
-    return (state / "coatcheck" / "claims").as_uri()
+    return state / "coatcheck"
 
 
 def _default_replica() -> str:
@@ -150,6 +156,14 @@ def _check_secret(secret: str) -> None:
 
 def _check_secret_file(file: Path) -> None:
     _check_secret(read_secret(file))
+
+
+NO_PEERS = "off"
+
+
+def _check_peer_listen(text: str) -> None:
+    if text != NO_PEERS and read_place(text).path is not None:
+        raise ValueError("other machines cannot reach a unix socket; write HOST:PORT, [IPV6]:PORT or off")
 
 
 def _check_ca(file: Path) -> None:
@@ -193,6 +207,15 @@ class Listen(_Group, title="listening"):
     """Port to listen on; 0 takes a free one."""
     processes: int = Field(1, ge=1, le=256)
     """Router processes that share the port; each is a replica."""
+    peer_listen: Annotated[
+        str | None, Spoken("ADDRESS", default="a free port of host"), _usable(_check_peer_listen)
+    ] = None
+    """Where the other replicas of the same store reach this one, as HOST:PORT, each of several processes at the next
+    free port from PORT on; off: nowhere."""
+    peer_address: Annotated[str | None, Spoken("ADDRESS", default="where it listens"), _usable(read_peer_address)] = (
+        None
+    )
+    """What the other replicas are told to connect to, as HOST or HOST:PORT, where that is not what peer-listen says."""
     keepalive_timeout: int = Field(75, ge=1, le=3600)
     """Seconds an idle client connection is kept."""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), _usable(_check_proxies)] = ()
@@ -344,6 +367,14 @@ class Store(_Group, title="claims"):
     """This replica's name in claims; unique. Each of several processes adds a number."""
 
     @property
+    def places(self) -> list[tuple[str, int]]:
+        """Host and port of each of the store's endpoints; none: it has no network of its own."""
+        parts = urlsplit(self.claims)
+        hosts = parts.netloc.rpartition("@")[2].split(",") if parts.scheme == "etcd" else []
+        found = (re.fullmatch(r"\[?(.*?)\]?(?::(\d+))?", host) for host in hosts)
+        return [(each[1], int(each[2] or 2379)) for each in found if each is not None]
+
+    @property
     def secret(self) -> str:
         """The session secret, wherever it was given; empty: there is none."""
         return _either(self.session_secret, self.session_secret_file)
@@ -389,6 +420,14 @@ class Settings(_Group):
     store: Store
     limits: Limits
     process: Process
+
+    @property
+    def peer_place(self) -> Place | None:
+        """Where to listen for peers; port 0: a free one. None: nowhere, or there can be none."""
+        chosen = self.listen.peer_listen
+        if chosen == NO_PEERS or self.store.claims.lower().startswith("memory:"):
+            return None
+        return read_place(chosen) if chosen is not None else Place(self.listen.host, 0)
 
     @classmethod
     def flat(cls, **values: Any) -> Self:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import ssl
-from collections.abc import AsyncIterator, Container, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from app import version
 from app.admin import add_admin
-from app.config import Settings, Workers, mask
+from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
+from app.fleet.discovery.operators import Operators
 from app.fleet.discovery.records import RegistrySource, this_host
 from app.fleet.discovery.source import Source
 from app.fleet.discovery.urls import open_source
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
+from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, Worker, WorkerSpec, make_worker, worker_specs
@@ -29,16 +33,19 @@ from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
-from app.listening import is_loopback
+from app.listening import Place, is_loopback, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
+from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
-from app.sessions.identity import Identifier, KeyHasher
+from app.sessions.endings import EndingFiles
+from app.sessions.identity import Identifier, KeyHasher, parse_source
+from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
-from app.turn.request import Reading
+from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
 from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
@@ -61,7 +68,27 @@ class Keys(msgspec.Struct, frozen=True):
         return cls(read_keys(file) if file is not None else Tenants({}), settings.workers.key.encode())
 
 
-class Router(FastAPI):
+class ControlPlane(FastAPI):
+    """What is common to all of it, wherever it listens."""
+
+    def __init__(self, title: str, **settings: Any) -> None:
+        super().__init__(title=title, docs_url=None, redoc_url=None, redirect_slashes=False, **settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("method") == "HEAD":
+            # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
+            scope = {**scope, "method": "GET"}
+        await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        described = super().openapi()
+        for operations in described["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # the framework's own; ours is 400
+        return described
+
+
+class Router(ControlPlane):
     """The application. Its FastAPI half answers the control plane; requests for proxied paths are given to `turns` by
     the client's protocol (`app/http/client.py`) and never come here."""
 
@@ -71,37 +98,32 @@ class Router(FastAPI):
     origins: Origins | None
     """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
+    replicas: Replicas
+    door: Door
+    """Where other replicas come in, on a listener of its own."""
     settings: Settings
     """As they are now: some may change while the router runs."""
     reading: Reading
     keys: Keys
+    hasher: KeyHasher
     claims: ClaimStore | None = None
     """From the start-up on."""
     discovery: Discovery
+    prober: Prober
     fleet: Fleet
     catalog: Catalog
     metrics: Metrics
-    admin_side: FastAPI
+    admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
     draining = False
     """Set before the port closes, so that `/ready` fails while turns are still taken."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope.get("method") == "HEAD":
-            # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
-            scope = {**scope, "method": "GET"}
         if self.origins is not None and scope["type"] == "http":
             crossing = self.origins.asked(scope["path"], scope["headers"])
             if crossing is not None:
                 send = _marking(send, crossing)
         await super().__call__(scope, receive, send)
-
-    def openapi(self) -> dict[str, Any]:
-        described = super().openapi()
-        for operations in described["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)  # the framework's own; ours is 400
-        return described
 
     def proxy_of(self, path: str) -> Proxy | None:
         """What answers to `path` (without its percent-encoding); None: the control plane."""
@@ -142,8 +164,10 @@ class Router(FastAPI):
         labels, new = await open_sources(settings, self.claims, [each.source.label for each in self.discovery.sources])
         self.settings, self.keys = settings, keys
         self.read_anew()
+        self.replicas.agree_on(hashes(_what_must_agree(settings, self.hasher, keys.tenants)))
         for worker in self.fleet:
             worker.pool.connect_limit = settings.limits.connect_timeout
+        self.prober.follow(_probing(settings))
         await self.discovery.follow(worker_specs(settings.workers.worker), new, labels)
 
 
@@ -156,31 +180,31 @@ def _marking(send: Send, crossing: Crossing) -> Send:
     return sending
 
 
-def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
-    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
+def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
+    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
+    `peer_place`: where the other replicas are told to find it; None: it has no peers."""
     tls = _worker_tls(settings.workers)
-    names, tolerated = Names(), tolerance(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
-
-    def make(spec: WorkerSpec, joins: bool) -> Worker:
-        return make_worker(
-            spec.url,
-            name=spec.name,
-            ranks=spec.ranks,
-            tls=tls,
-            tls_name=spec.tls_name,
-            connect_limit=app.settings.limits.connect_timeout,
-            idle_limit=settings.workers.worker_keepalive,
-            names=names,
-            tolerance=tolerated,
-            joins=joins,
-        )
-
     policy = POLICIES[settings.workers.policy]
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
+    keys = Keys.read(settings)
+    network = network_name()
+    names = Naming(fleet, network)
+    peers = Peers(settings.store.replica, names, metrics)
+    door = Door(secrets.token_urlsafe(24), lambda: app.affinity.desk)
+    place = peer_place or Place()
+    myself = Myself(
+        replica=settings.store.replica,
+        version=version(),
+        network=network,
+        agrees=hashes(_what_must_agree(settings, hasher, keys.tenants)),
+        host=place.host,
+        port=place.port,
+        token=door.token,
+    )
 
     lists = ModelLists(fleet, tls)
     catalog = Catalog(
@@ -218,6 +242,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 close_limit=settings.store.store_deadline,
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
+                endings=_ending_files(settings),
+                names=names,
+                peers=peers,
             )
             app.turns = Turns(
                 Shared(
@@ -240,6 +267,16 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                     limits=_turn_limits(settings),
                 )
             )
+            app.replicas = Replicas(
+                claims.registry,
+                myself,
+                fleet=fleet,
+                affinity=app.affinity,
+                peers=peers,
+                names=names,
+                metrics=metrics,
+                running=lambda: app.turns.count,
+            )
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
             app.claims = claims  # and the turns are there
@@ -247,22 +284,26 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             await app.discovery.start(claims.registry, sources)
             stack.push_async_callback(app.discovery.aclose)
             app.affinity.start()
-            prober = Prober(fleet, how_to_probe(settings.workers, app.reading.key_line))
+            app.prober = prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
             stack.push_async_callback(catalog.aclose)
             await asyncio.gather(prober.start(), catalog.start(claims.registry))
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
+            stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
+            app.replicas.start()
+            stack.push_async_callback(app.replicas.aclose)
             stack.callback(fleet.close)
             yield
 
-    app = Router(title="coatcheck", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.settings, app.fleet, app.metrics, app.keys = settings, fleet, metrics, Keys.read(settings)
+    app = Router("coatcheck", lifespan=lifespan)
+    app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
+    app.keys, app.hasher = keys, hasher
     app.catalog = catalog
     app.discovery = Discovery(
         fleet,
-        make,
+        worker_maker(lambda: app.settings, tls),
         worker_specs(settings.workers.worker),
         grace=settings.workers.worker_grace,
         changed=fleet_changed,
@@ -273,11 +314,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
-    app.admin_side = (
-        FastAPI(title="coatcheck admin", docs_url=None, redoc_url=None)
-        if settings.access.admin_listen is not None
-        else app
-    )
+    app.admin_side = ControlPlane("coatcheck admin") if settings.access.admin_listen is not None else app
     for each, who in {app: admins_of_turns, app.admin_side: admins}.items():
         add_control_plane(
             each,
@@ -300,12 +337,30 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
         fleet=fleet,
         discovery=app.discovery,
         catalog=catalog,
+        operators=Operators(fleet, app.discovery),
         affinity=lambda: app.affinity,
         hasher=hasher,
         admins=admins,
         replica=settings.store.replica,
+        replicas=lambda: app.replicas,
     )
     return app
+
+
+def _what_must_agree(settings: Settings, hasher: KeyHasher, tenants: Tenants) -> dict[str, bytes]:
+    """By setting, in one spelling: replicas that differ in one of these do not find each other's sessions, or place and
+    keep them differently."""
+    sources = [source for text in settings.sessions.session_from for source in parse_source(text)]
+    return {
+        # A key of no session: no more than any claim's tells who reads the store.
+        "session-secret": hasher.key(b"\xff", b"\xff").encode(),
+        "session-from": repr(sources).encode(),
+        "api-keys": tenants.canonical(),
+        "policy": settings.workers.policy.encode(),
+        "parent-slack": b"%d" % settings.sessions.parent_slack,
+        "session-ttl": repr(settings.store.session_ttl).encode(),
+        "kept-ttl": repr(settings.store.kept_ttl).encode(),
+    }
 
 
 def _admins(settings: Settings) -> tuple[Admins, Admins]:
@@ -375,12 +430,54 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def how_to_probe(settings: Workers, key_line: bytes) -> Probing:
-    """`key_line`: the header that workers want."""
-    path = "" if settings.probe_path == "off" else settings.probe_path
+def worker_maker(
+    settings: Callable[[], Settings], tls: ssl.SSLContext | None = None
+) -> Callable[[WorkerSpec, bool], Worker]:
+    """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
+    https ones."""
+    names, tolerated = Names(), tolerance(settings().workers)
+    context = tls or _worker_tls(settings().workers)
+
+    def make(spec: WorkerSpec, joins: bool) -> Worker:
+        return make_worker(
+            spec.url,
+            name=spec.name,
+            ranks=spec.ranks,
+            tls=context,
+            tls_name=spec.tls_name,
+            connect_limit=settings().limits.connect_timeout,
+            idle_limit=settings().workers.worker_keepalive,
+            names=names,
+            tolerance=tolerated,
+            joins=joins,
+        )
+
+    return make
+
+
+def make_prober(settings: Settings, fleet: Fleet) -> Prober:
+    """Asks as the settings say. The caller starts and stops it."""
+    return Prober(fleet, _probing(settings))
+
+
+def _probing(settings: Settings) -> Probing:
+    path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
     return Probing(
-        path=path.encode(), interval=settings.probe_interval, limit=settings.probe_timeout, key_line=key_line
+        path=path.encode(),
+        interval=settings.workers.probe_interval,
+        limit=settings.workers.probe_timeout,
+        key_line=worker_key_line(settings.workers.key.encode()),
     )
+
+
+def _ending_files(settings: Settings) -> EndingFiles | None:
+    """Where closes outlive this process; None: claims do not, or this user has no folder for it."""
+    if settings.store.claims.lower().startswith("memory:"):
+        return None
+    try:
+        return EndingFiles(state_folder() / "endings", settings.store.claims)
+    except RuntimeError:
+        return None
 
 
 def _worker_tls(settings: Workers) -> ssl.SSLContext:
@@ -388,6 +485,7 @@ def _worker_tls(settings: Workers) -> ssl.SSLContext:
     if not settings.worker_tls_verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
+    context.options |= ssl.OP_NO_RENEGOTIATION
     context.set_alpn_protocols(["http/1.1"])
     return context
 
@@ -440,13 +538,13 @@ def _register_gauges(app: Router) -> None:
         "coatcheck_worker_source_up",
         "1 while a source of workers answers.",
         "source",
-        lambda: ((each.source.label, not each.trouble) for each in app.discovery.sources),
+        lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
     )
     metrics.gauges(
         "coatcheck_worker_source_workers",
         "Workers that a source names.",
         "source",
-        lambda: ((each.source.label, len(each.view.workers)) for each in app.discovery.sources),
+        lambda: ((label, count) for label, count, _ in app.discovery.overview()),
     )
     metrics.gauges(
         "coatcheck_worker_connections",

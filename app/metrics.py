@@ -30,6 +30,8 @@ CONNECT_OUTCOMES = ("ok", "failed")
 KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown", "gone")
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
+PEER_CALLS = ("where", "bind", "close", "closed", "ended", "moved")
+PEER_OUTCOMES = ("ok", "failed", "late")
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
 RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy")
 SESSION_PATHS = (
@@ -47,6 +49,7 @@ WORKER_STATES = ("starting", "up", "suspect", "down")
 SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "leaving", "gone")
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
+WAYS_GIVEN = ("late_write", "lost_worker", "rewound")
 
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
@@ -96,6 +99,9 @@ class Histogram:
         counts, total = self._cells.get(labels) or self._cell(labels)
         counts[bisect_left(self.bounds, value)] += 1
         total[0] += value
+
+    def forget(self) -> None:
+        self._cells.clear()
 
     def adopt(self, labels: Labels, other: Histogram) -> None:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
@@ -156,6 +162,19 @@ class Metrics(Collector):
         self.unproven = Counter(
             "coatcheck_unproven_claims_used", "Cached claims used although the store could not confirm them."
         )
+        self.store_calls_alone = Counter(
+            "coatcheck_store_calls_alone",
+            "Claim store calls that failed or were late although the store was well, and were tried again.",
+            {"op": STORE_CALLS},
+        )
+        self.claims_unreadable = Counter(
+            "coatcheck_claims_unreadable", "Times that what stands at a session's key was no claim that can be read."
+        )
+        self.claims_given_way = Counter(
+            "coatcheck_claims_given_way",
+            "Claims that were replaced because turns had been served elsewhere, by what they were.",
+            {"reason": WAYS_GIVEN},
+        )
         self.closes = Counter(
             "coatcheck_closes", "Claims closed by final turns or by hand, by outcome.", {"outcome": CLOSE_OUTCOMES}
         )
@@ -191,6 +210,16 @@ class Metrics(Collector):
             "First turns of child sessions, by whether they followed.",
             {"outcome": PARENT_OUTCOMES},
         )
+        self.peer_calls = Counter(
+            "coatcheck_peer_calls",
+            "Questions and news to other replicas, by what, and how that went.",
+            {"call": PEER_CALLS, "outcome": PEER_OUTCOMES},
+        )
+        self.peer_found = Counter(
+            "coatcheck_peer_found",
+            "Sessions that another replica found while the store was away here: known there, or bound by it.",
+            {"by": ("where", "bind")},
+        )
         self.kept = Counter(
             "coatcheck_kept_ids",
             "Ids of what workers keep: noted from answers, and followed by requests.",
@@ -198,6 +227,31 @@ class Metrics(Collector):
         )
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS
+        )
+        # Of workers, who count by themselves.
+        self.worker_turns = Counter(
+            "coatcheck_worker_turns",
+            "Turns that a worker was given, by outcome and the class of its status.",
+            {"worker": (), "outcome": (), "status": STATUS_CLASSES},
+        )
+        self.worker_ttft = Histogram(
+            "coatcheck_worker_ttft_seconds",
+            "From a request's arrival to the first body byte from the worker, of completed turns.",
+            _SECONDS,
+            {"worker": ()},
+        )
+        self.worker_probes = Counter(
+            "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
+        )
+        self.worker_changes = Counter(
+            "coatcheck_worker_state_changes",
+            "Changes of a worker's state.",
+            {"worker": (), "before": WORKER_STATES, "after": WORKER_STATES},
+        )
+        self.worker_moves = Counter(
+            "coatcheck_worker_moves",
+            "Turns that left a lost worker with their session, and that came to another one so.",
+            {"worker": (), "direction": ("from", "to")},
         )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
         self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []
@@ -245,52 +299,30 @@ class Metrics(Collector):
                     del metric.cells[cell]
 
     def collect(self) -> Iterable[Metric]:
+        self._read_workers()
         for metric in vars(self).values():
             if isinstance(metric, Counter | Histogram):
                 yield metric.family()
-        yield from self._of_workers()
         for name, text, labels, read in self._gauges:
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, number in read():
                 gauge.add_metric(values, number)
             yield gauge
 
-    def _of_workers(self) -> Iterable[Metric]:
-        turns = Counter(
-            "coatcheck_worker_turns",
-            "Turns that a worker was given, by outcome and the class of its status.",
-            {"worker": (), "outcome": (), "status": STATUS_CLASSES},
-        )
-        ttft = Histogram(
-            "coatcheck_worker_ttft_seconds",
-            "From a request's arrival to the first body byte from the worker, of completed turns.",
-            _SECONDS,
-            {"worker": ()},
-        )
-        probes = Counter(
-            "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
-        )
-        changes = Counter(
-            "coatcheck_worker_state_changes",
-            "Changes of a worker's state.",
-            {"worker": (), "before": WORKER_STATES, "after": WORKER_STATES},
-        )
-        moved = Counter(
-            "coatcheck_worker_moves",
-            "Turns that left a lost worker with their session, and that came to another one so.",
-            {"worker": (), "direction": ("from", "to")},
-        )
+    def _read_workers(self) -> None:
+        for metric in (self.worker_turns, self.worker_probes, self.worker_changes, self.worker_moves):
+            metric.cells.clear()
+        self.worker_ttft.forget()
         for name, cells in self.workers():
             for (outcome, status), count in cells.turns.items():
-                turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
-            ttft.adopt((name,), cells.ttft)
+                self.worker_turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
+            self.worker_ttft.adopt((name,), cells.ttft)
             for result, count in cells.probes.items():
-                probes.cells[name, result] = count
+                self.worker_probes.cells[name, result] = count
             for (before, after), count in cells.changes.items():
-                changes.cells[name, before, after] = count
-            moved.cells[name, "from"], moved.cells[name, "to"] = cells.moved_from, cells.moved_to
-        for metric in (turns, ttft, probes, changes, moved):
-            yield metric.family()
+                self.worker_changes.cells[name, before, after] = count
+            self.worker_moves.cells[name, "from"] = cells.moved_from
+            self.worker_moves.cells[name, "to"] = cells.moved_to
 
     def describe(self) -> Iterable[Metric]:
         return []  # the registry need not ask `collect` for names when this is registered

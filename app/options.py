@@ -21,9 +21,10 @@ from app.config import (
     read_settings,
     shown_value,
 )
+from app.fleet.discovery.discovery import Discovery
 from app.fleet.health import Probe
-from app.fleet.probes import Prober
-from app.main import create_app, how_to_probe, open_claims, open_sources
+from app.fleet.workers import Fleet, worker_specs
+from app.main import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from backends.base import StoreConfigurationError, StoreError
@@ -99,13 +100,18 @@ def run(args: argparse.Namespace) -> int:
 
 async def _probe(settings: Settings) -> bool:
     """Ask every worker once, and print what it says. Returns whether all are well."""
-    app = create_app(settings)
-    fleet = app.fleet
-    prober = Prober(fleet, how_to_probe(settings.workers, app.reading.key_line))
+    fleet = Fleet(())
+    named = worker_specs(settings.workers.worker)
+    discovery = Discovery(fleet, worker_maker(lambda: settings), named, grace=settings.workers.worker_grace)
+    prober = make_prober(settings, fleet)
+    store = await open_claims(settings)
     try:
+        await discovery.start(store.registry, (await open_sources(settings, store))[1])
         await prober.start(patience=2 * settings.workers.probe_timeout)
     finally:
         prober.stop()
+        await discovery.aclose()
+        await store.aclose()
     for worker in fleet:
         probe = worker.health.probe
         print(f"worker {worker.name}: {'nothing within the limit' if probe is None else probe.value}: {worker.url}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -24,9 +25,8 @@ log = logging.getLogger("coatcheck")
 
 LOOK_EVERY = 1.0
 """Seconds between looks at the files."""
-_HEAD = struct.Struct("<QQ")
-"""Of what is passed: its number, its length. After it the number stands once more."""
-_END = struct.Struct("<Q")
+_HEAD = struct.Struct("<QQ16s")
+"""Of what is passed: its number, its length, and its digest, by which what is half written is told from it."""
 
 _Stamps = tuple[tuple[int, int, int] | None, ...]
 
@@ -101,26 +101,22 @@ class Passed:
     def write(self, settings: Settings) -> None:
         self._number += 1
         body = settings.dump().encode()
-        # The number behind goes first: until both agree, nobody reads what is between.
-        os.pwrite(self.descriptor, _END.pack(self._number), _HEAD.size + len(body))
         os.pwrite(self.descriptor, body, _HEAD.size)
-        os.pwrite(self.descriptor, _HEAD.pack(self._number, len(body)), 0)
+        os.pwrite(self.descriptor, _HEAD.pack(self._number, len(body), _digest(body)), 0)
 
     def read(self) -> Settings | None:
         """What was written since the last time; None: nothing, or not whole yet."""
         head = os.pread(self.descriptor, _HEAD.size, 0)
         if len(head) < _HEAD.size:
             return None
-        number, length = _HEAD.unpack(head)
+        number, length, digest = _HEAD.unpack(head)
         if number == self._number:
             return None
-        body = os.pread(self.descriptor, length + _END.size, _HEAD.size)
-        if len(body) < length + _END.size or _END.unpack(body[length:]) != (number,):
-            return None
-        if os.pread(self.descriptor, _HEAD.size, 0) != head:
+        body = os.pread(self.descriptor, length, _HEAD.size)
+        if _digest(body) != digest:
             return None
         self._number = number
-        return Settings.load(body[:length].decode())
+        return Settings.load(body.decode())
 
     async def changes(self, replica: str) -> AsyncIterator[Settings]:
         """As `Rereading.changes`, for the process that is called `replica`."""
@@ -135,3 +131,7 @@ class Passed:
             if settings is not None:
                 store = settings.store.model_copy(update={"replica": replica})
                 yield settings.model_copy(update={"store": store})
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=16).digest()

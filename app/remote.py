@@ -1,4 +1,4 @@
-"""`coatcheck sessions` and `coatcheck workers`: the admin API of a running router, from a terminal."""
+"""`coatcheck sessions`, `workers` and `replicas`: the admin API of a running router, from a terminal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The options that `run` takes; `command`: sessions or workers."""
+    """The options that `run` takes; `command`: sessions, workers or replicas."""
     parser.set_defaults(run=run)
     if command == "sessions":
         parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
@@ -99,8 +99,8 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and print what was answered. Returns the exit code. Raises Trouble."""
-    action = args.action
-    if (action == "list") == (args.id is not None):
+    action = args.command if args.command == "replicas" else args.action
+    if args.command != "replicas" and (action == "list") == (args.id is not None):
         wanted = "an ID" if args.command == "sessions" else "a URL" if action == "add" else "a NAME"
         wanted = wanted if args.id is None else f"no {wanted.split()[1]}"
         raise Trouble(f"{args.command} {action} takes {wanted}", code=2)
@@ -114,7 +114,11 @@ def run(args: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
     try:
         with _client(url.rstrip("/"), headers) as client:
-            does = {"list": _list, "show": _show, "close": _close} if args.command == "sessions" else {"list": _workers}
+            does: Mapping[str, Callable[[argparse.Namespace, Ask], None]] = {
+                "sessions": {"list": _list, "show": _show, "close": _close},
+                "workers": {"list": _workers},
+                "replicas": {"replicas": _replicas},
+            }[args.command]
             does.get(action, _mark)(args, lambda method, path, **query: _ask(client, method, path, query, url))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError):
         remedy = f"write one like {DEFAULT_URL}, or unix:/path"
@@ -231,6 +235,20 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
             print(f"workers from {each['source']}: {each['trouble']}; the last view stands")
     if said["marks_trouble"]:
         print(f"operators' marks: {said['marks_trouble']}; the last ones stand")
+    for line in said["differences"]:
+        print(line)
+
+
+def _replicas(args: argparse.Namespace, ask: Ask) -> None:
+    said = ask("GET", "/admin/replicas")
+    if args.json:
+        _print_json(said)
+        return
+    columns = ("replica", "version", "store", "workers", "turns", "sessions", "up_seconds", "peer_address", "differs")
+    for each in said["replicas"]:
+        each["replica"] += " (this one)" if each["this"] else ""
+        each["differs"] = ", ".join(one["setting"] for one in each["differs"]) or None
+    _print_table(columns, [[each[column] for column in columns] for each in said["replicas"]])
 
 
 def _some(models: list[str]) -> str:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -33,7 +34,14 @@ from app.config import Settings, mask
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
-from app.listening import Place, listen_at_path, removed_at_end
+from app.listening import (
+    Place,
+    is_unspecified,
+    listen_at_path,
+    own_address,
+    read_peer_address,
+    removed_at_end,
+)
 from app.main import Router, create_app
 from app.reloading import LOOK_EVERY, Passed, Rereading
 
@@ -59,14 +67,16 @@ def serve(rereading: Rereading) -> int:
     with _listening(settings) as listeners:
         if settings.listen.processes > 1:
             return _Supervisor(rereading, listeners).run()
-        server = Server(
-            create_app(settings),
-            settings,
-            listeners.admin,
-            announce=lambda: _announce(settings, listeners),
-            changes=rereading.changes,
-        )
-        server.run(listeners.public)
+        with _peer_listeners(settings) as peers:
+            server = Server(
+                create_app(settings, peer_place=_advertised(settings, peers)),
+                settings,
+                listeners.admin,
+                peers,
+                announce=lambda: _announce(settings, listeners),
+                changes=rereading.changes,
+            )
+            server.run(listeners.public)
     return 0
 
 
@@ -102,6 +112,43 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
             bound(public, "--host", "--port"),
             bound(admin, "--admin-listen", "--admin-listen") if admin is not None else [],
         )
+
+
+@contextlib.contextmanager
+def _peer_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
+    """One process's own; empty: it has no peers. Raises Trouble."""
+    place = settings.peer_place
+    with contextlib.ExitStack() as stack:
+        sockets = [] if place is None else _listen_for_peers(place, settings.listen.processes)
+        for listener in sockets:
+            stack.enter_context(contextlib.closing(listener))
+        yield sockets
+
+
+def _listen_for_peers(place: Place, processes: int) -> list[socket.socket]:
+    """At the first port from `place.port` on that no other of so many processes has; 0: at any. Raises Trouble."""
+    last = place.port + processes - 1 if place.port else 0
+    for port in range(place.port, last + 1):
+        try:
+            return listen(place.host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                remedy = "choose another --peer-listen, or off"
+                where = Place(place.host, port)
+                raise Trouble(f"cannot listen for the other replicas on {where}: {error.strerror}; {remedy}") from None
+    raise AssertionError("unreachable")
+
+
+def _advertised(settings: Settings, sockets: Sequence[socket.socket]) -> Place | None:
+    """Where other replicas are told to connect to."""
+    if not sockets:
+        return None
+    host, port = sockets[0].getsockname()[:2]
+    chosen = settings.listen.peer_address
+    if chosen is not None:
+        said = read_peer_address(chosen)
+        return Place(said.host, said.port or port)
+    return Place(own_address(settings.store.places) if is_unspecified(host) else host, port)
 
 
 def listen(host: str, port: int, *, patience: float = 0.0) -> list[socket.socket]:
@@ -202,6 +249,7 @@ class Server(uvicorn.Server):
         router: Router,
         settings: Settings,
         admin_sockets: Sequence[socket.socket] = (),
+        peer_sockets: Sequence[socket.socket] = (),
         *,
         announce: Callable[[], None] = lambda: None,
         changes: Callable[[], AsyncIterator[Settings]] | None = None,
@@ -209,8 +257,8 @@ class Server(uvicorn.Server):
     ) -> None:
         """`changes`: the settings whenever they change."""
 
-        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"]) -> uvicorn.Config:
-            protocol = _Protocol(route, lambda: router.draining, router.origins if app is router else None)
+        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"] = "off") -> uvicorn.Config:
+            protocol = _Protocol(route, lambda: router.draining, router.origins if lifespan == "on" else None)
             protocol.limit(settings)
             self._protocols.append(protocol)
             return uvicorn.Config(
@@ -232,8 +280,11 @@ class Server(uvicorn.Server):
         self._changes = changes
         self._following: asyncio.Task[None] | None = None
         super().__init__(config(router, router.proxy_of, "on"))
-        self._admin_config = config(router.admin_side, lambda path: None, "off")
-        self._admin_sockets = admin_sockets
+        self._beside = (
+            (config(router.admin_side, lambda path: None), admin_sockets),
+            (config(router, lambda path: router.door), peer_sockets),
+        )
+        """What is served on listeners of its own."""
         self._router = router
         self._drain_delay = settings.process.drain_delay
         self._announce = announce
@@ -246,7 +297,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self.serve_admins()
+        await self.serve_beside()
         if self.started:
             if self._changes is not None:
                 self._following = asyncio.create_task(self.follow(self._changes()))
@@ -270,20 +321,20 @@ class Server(uvicorn.Server):
             self._following.cancel()
         await super().shutdown(sockets)
 
-    async def serve_admins(self) -> None:
-        """The second listener, as uvicorn makes the first: closed, drained and waited for with it."""
-        admins = self._admin_config
-        if self._admin_sockets:
-            admins.load()
-        for listener in self._admin_sockets:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: admins.http_protocol_class(  # type: ignore[call-arg]
-                    config=admins, server_state=self.server_state, app_state=self.lifespan.state
-                ),
-                sock=listener,
-                backlog=_BACKLOG,
-            )
-            self.servers.append(server)
+    async def serve_beside(self) -> None:
+        """The other listeners, as uvicorn makes the first: closed, drained and waited for with it."""
+        for served, sockets in self._beside:
+            if sockets:
+                served.load()
+                made: Callable[[], asyncio.Protocol] = functools.partial(
+                    cast(Any, served.http_protocol_class),
+                    config=served,
+                    server_state=self.server_state,
+                    app_state=self.lifespan.state,
+                )
+            for listener in sockets:
+                loop = asyncio.get_running_loop()
+                self.servers.append(await loop.create_server(made, sock=listener, backlog=_BACKLOG))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The signals are not noted as captured: uvicorn would raise them again in the end, and this is no failure.
@@ -390,11 +441,11 @@ class _Supervisor:
 
 
 def _announce(settings: Settings, listeners: _Listeners) -> None:
-    workers, processes = len(settings.workers.worker), settings.listen.processes
+    processes = settings.listen.processes
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     parts = [
         f"coatcheck {version()} at {' and '.join(_where(listener).url for listener in listeners.public)}",
-        f"{workers} worker{'s' * (workers != 1)}",
+        _spoken_workers(settings),
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
         f"{files} open files" if files >= 0 else "open files without limit",
@@ -406,6 +457,16 @@ def _announce(settings: Settings, listeners: _Listeners) -> None:
     if not settings.access.token and not place.is_local:
         where = _where([*listeners.admin, *listeners.public][0])
         log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
+
+
+def _spoken_workers(settings: Settings) -> str:
+    """How many are given, and where others come from."""
+    workers = len(settings.workers.worker)
+    sources = " and ".join(map(mask, settings.workers.workers_from))
+    given = f"{workers} worker{'s' * (workers != 1)}"
+    if settings.registers_only:
+        return "workers that register at the claims"
+    return given if not sources else f"workers from {sources}" if not workers else f"{given} and those from {sources}"
 
 
 def _where(listener: socket.socket) -> Place:
@@ -422,7 +483,14 @@ def _serve_as_child() -> int:
     public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
     passed = Passed(int(sys.argv[2]))
     replica = settings.store.replica
-    Server(create_app(settings), settings, admin, changes=lambda: passed.changes(replica), forceful=False).run(public)
+    try:
+        with _peer_listeners(settings) as peers:
+            app = create_app(settings, peer_place=_advertised(settings, peers))
+            changes = functools.partial(passed.changes, replica)
+            Server(app, settings, admin, peers, changes=changes, forceful=False).run(public)
+    except Trouble as trouble:
+        log.error("%s", trouble)
+        return 1
     return 0
 
 

@@ -45,12 +45,17 @@ import msgspec
 from backends.events import Reset as Reset  # part of this contract
 from backends.registry import Registry
 
+VERSION = 1
+"""Of what is written."""
 LIFETIME = 1.25
 """The most that a store may stretch a TTL."""
 
 
 class StoreError(Exception):
     """Base of everything a claim store raises."""
+
+    others_answered = False
+    """The store answered what was asked after this call, so the trouble is this call's alone. False: not known."""
 
 
 class StoreUnavailable(StoreError):
@@ -93,8 +98,11 @@ class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False,
     nonce: str = msgspec.field(default_factory=lambda: secrets.token_hex(12))
     """Recognises our own write after an ambiguous timeout."""
     created_at: int = 0
-    """Unix seconds by the creator's clock, for people; nothing is decided by it. 0: not said."""
-    version: int = 1
+    """Unix seconds by the creator's clock: when it was proposed or, if `served`, when its last turn before that was. No
+    store decides anything by it. 0: not said."""
+    served: bool = False
+    """Turns of the session had been served there before the claim was made (without the store, which was away)."""
+    version: int = VERSION
 
     def __post_init__(self) -> None:
         # A process may hold a million claims that name a few workers and replicas.
@@ -166,7 +174,7 @@ class ClaimStore(Protocol):
     async def renew(self, claim: Claim, ttl: float) -> Claim:
         """Give the claim at least `ttl` seconds more; returns it with its new `expires_at` and the same revision.
 
-        Raises ClaimLost, StoreUnavailable or OutcomeUnknown."""
+        Raises ClaimLost, StoreUnavailable, OutcomeUnknown or ClaimUnreadable."""
         ...
 
     async def close(self, claim: Claim) -> CloseOutcome:
@@ -190,8 +198,17 @@ class ClaimStore(Protocol):
         ...
 
 
+class _Later(msgspec.Struct):
+    """What must be there, and readable, of a claim that a later version made."""
+
+    version: int
+    worker: str
+    rank: int | None
+
+
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(ClaimValue)
+_later_decoder = msgspec.json.Decoder(_Later)
 
 
 def encode_value(value: ClaimValue) -> bytes:
@@ -199,5 +216,15 @@ def encode_value(value: ClaimValue) -> bytes:
 
 
 def decode_value(raw: bytes) -> ClaimValue:
-    """Raises ValueError (msgspec's errors are ValueErrors) when this is no claim value."""
-    return _decoder.decode(raw)
+    """Of a later version, as much as can be read, if worker and rank can. Raises ValueError (msgspec's errors are
+    ValueErrors) when this is no claim value."""
+    try:
+        try:
+            return _decoder.decode(raw)
+        except msgspec.ValidationError:
+            later = _later_decoder.decode(raw)
+            if later.version <= VERSION:
+                raise
+            return ClaimValue(worker=later.worker, rank=later.rank, nonce="", version=later.version)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error

@@ -33,9 +33,10 @@ class Mailbox(Generic[E]):
             return
         subject = None if isinstance(event, Reset) else self._subject(event)
         if subject is None or (len(self._events) >= self._size and subject not in self._events):
-            # A Reset says all that was said before it, and more.
+            # A Reset says all that was said before it, and more, but for this.
+            rewound = any(isinstance(said, Reset) and said.rewound for said in (*self._events.values(), event))
             self._events.clear()
-            subject, event = None, Reset()
+            subject, event = None, Reset(rewound=rewound)
         self._events[subject] = event
         self._news.set()
 

@@ -34,8 +34,9 @@ _LISTS = b"/v1/models"
 """What is asked of a worker that has no probe path: a static list, which says only that somebody answers."""
 _ANSWER_BYTES = 1 << 16
 """What is read of an answer, so that its connection can be kept."""
-_LOOK_EVERY = 0.5
-"""Seconds between looks at who has come, who has gone, and what time alone decides."""
+_LOOK_EVERY = 0.1
+"""Seconds between looks at who is to be asked, who is late, has come or gone, and what time alone decides. What is due
+goes out together: a process that is woken for each probe by itself pays more for waking than for probing."""
 _FIRST_ROUND = 1.0
 """Seconds that a router waits at most, before it serves, for what the workers say at first."""
 _HURRIED = 0.25
@@ -73,7 +74,14 @@ class Prober:
             firsts = [each.first for each in self._asked.values()]
             await asyncio.wait(firsts, timeout=patience)
 
+    def follow(self, how: Probing) -> None:
+        """Ask so from now on."""
+        self._how = how
+        for asked in self._asked.values():
+            asked.follow(how)
+
     def stop(self) -> None:
+        """Ends what is on its way, too."""
         if self._timer is not None:
             self._timer.cancel()
         for asked in self._asked.values():
@@ -90,13 +98,14 @@ class Prober:
             here = set(self._fleet)
             for worker in [each for each in self._asked if each not in here]:
                 self._asked.pop(worker).stop()
+        now = loop.time()
         for asked in self._asked.values():
-            asked.look(loop.time())
+            asked.look(now)
         self._timer = loop.call_later(_LOOK_EVERY, self._look, loop)
 
 
 class _Asked:
-    """One worker, asked again and again. At most one of `_driven` and `_pause` is set."""
+    """One worker, asked again and again: by `_driven` now, else from `_due` on."""
 
     def __init__(
         self,
@@ -110,40 +119,45 @@ class _Asked:
         self.first: asyncio.Future[None] = loop.create_future()
         """Done when it has been asked once."""
         self._path = how.path
-        self._told: set[str] = set()
-        """What has been said of it in the log: once is enough."""
+        self._meanings: dict[tuple[bytes, int], tuple[Probe, str]] = {}
+        """Of statuses that have come, by path: mostly the next one is the same."""
         self._driven: Driven | None = None
-        self._pause: asyncio.TimerHandle | None = None
+        self._connection: WorkerConnection | None = None
+        """The one that an answer is awaited on, until `_late_at`."""
+        self._late_at = 0.0
+        self._due = 0.0
         self._away = 0
-        self._look_at = 0.0
-        if how.path:
-            self._begin()
 
     def look(self, now: float) -> None:
+        """To be called now and then."""
+        if self._driven is not None:
+            if self._connection is not None and now >= self._late_at:
+                self._connection.fail(AttemptTimeout(f"no answer to a probe within {self._how.limit:g} s"))
+        elif now >= self._due:
+            if self._how.path:
+                self._run(self._probe())
+            else:
+                self._look_for_the_lost(now)
+
+    def _look_for_the_lost(self, now: float) -> None:
         """Of a worker that is not probed only whether it can be connected to again when it was lost: with `/ready`
         failing no turn would come to find out."""
-        if self._how.path or self._driven is not None:
-            return
         if self._worker.health.cause is not Cause.CONNECTS:
-            self._away, self._look_at = 0, now + _AWAY_PAUSES[0]
-        elif now >= self._look_at:
+            self._away = 0
+            self._due = now + _AWAY_PAUSES[0]
+        else:
             self._away = min(self._away + 1, len(_AWAY_PAUSES) - 1)
-            self._look_at = now + _AWAY_PAUSES[self._away]
             self._run(self._try_to_connect())
 
+    def follow(self, how: Probing) -> None:
+        """From the next one on; whether it is asked at all stays as it was."""
+        self._how = how
+
     def stop(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
         if self._driven is not None:
             self._driven.close()  # its `finally` gives the connection back
         self._pool.close()
         self.first.cancel()
-
-    # -- one after the other
-
-    def _begin(self) -> None:
-        self._pause = None
-        self._run(self._probe())
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._driven = Driven(self._ended, self._failed)
@@ -153,9 +167,10 @@ class _Asked:
         self._driven = None
         if not self.first.done():
             self.first.set_result(None)
+        pause = _AWAY_PAUSES[self._away]
         if self._how.path:
             pause = self._how.interval * (_HURRIED if self._worker.health.undecided else 1.0)
-            self._pause = self._loop.call_later(pause * self._uniform(1 - _JITTER, 1 + _JITTER), self._begin)
+        self._due = self._loop.time() + pause * self._uniform(1 - _JITTER, 1 + _JITTER)
 
     def _failed(self, fault: Exception) -> None:
         # A fault of ours: the operator reads of it, and the worker is asked on.
@@ -171,14 +186,20 @@ class _Asked:
         except NameUnknown as failure:
             self._count(Probe.NAMELESS, str(failure))
         except ConnectFailed as failure:
-            self._path = self._how.path  # who comes back may be another engine
+            self._path = self._how.path  # it may come back as another engine
             self._count(Probe.UNREACHABLE, f"no connection: {failure}")
         except LocalLimit:
             pass  # says nothing of the worker
         except AttemptFailed as failure:
             self._count(Probe.BAD, str(failure))
         else:
-            self._count(*self._judged(status), setup=status in _REFUSALS)
+            asked = (self._path, status)
+            meaning = self._meanings.get(asked)
+            if meaning is None:
+                meaning = self._meanings[asked] = self._judged(status)
+            if status in _NO_SUCH_PATH:
+                self._path = _LISTS
+            self._count(*meaning, setup=status in _REFUSALS)
         if health.watchful:
             health.tick()
 
@@ -187,6 +208,7 @@ class _Asked:
         self._worker.health.probed(probe, what)
 
     def _judged(self, status: int) -> tuple[Probe, str]:
+        """Once for each path and status; what operators should know of it is said in the log."""
         path = self._path.decode()
         what = f"status {status} of {path}"
         if status == 503:
@@ -195,10 +217,7 @@ class _Asked:
             self._tell(f"refuses the router's key at {path} ({status}): set worker-api-key, or another probe-path")
         elif status in _NO_SUCH_PATH:
             if self._path is not _LISTS:
-                self._tell(
-                    f"has no {path} ({status}); it is asked for {_LISTS.decode()}, which says only that it is there"
-                )
-                self._path = _LISTS
+                self._tell(f"has no {path} ({status}): it can only be seen that it is there; set another probe-path")
         elif status >= 500:
             return Probe.BAD, what
         elif status < 400 and self._path is not _LISTS:
@@ -206,9 +225,7 @@ class _Asked:
         return Probe.REACHABLE, what
 
     def _tell(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            log.warning("worker %s %s (told once)", self._worker.name, what)
+        log.warning("worker %s %s (told once)", self._worker.name, what)
 
     async def _status(self) -> int:
         """What the worker answers. Raises AttemptFailed."""
@@ -224,18 +241,19 @@ class _Asked:
 
     async def _exchange(self, connection: WorkerConnection) -> int:
         worker = self._worker
-        late = f"no answer to a probe within {self._how.limit:g} s"
-        timer = self._loop.call_later(self._how.limit, lambda: connection.fail(AttemptTimeout(late)))
+        self._connection, self._late_at = connection, self._loop.time() + self._how.limit
         try:
             head = b"GET %b%b%b%b\r\n" % (worker.base_path, self._path, worker.host_line, self._how.key_line)
             await connection.send(head, b"", expected=Expected.ANSWER)
-            status = connection.response.status
-            rest = _Rest()
-            connection.relay(rest)
-            await rest.over
+            response = connection.response
+            status = response.status
+            if not response.complete:
+                rest = _Rest()
+                connection.relay(rest)
+                await rest.over
             return status
         finally:
-            timer.cancel()
+            self._connection = None
             connection.release()
 
     async def _connect(self) -> WorkerConnection:

@@ -25,6 +25,7 @@ _UNACKNOWLEDGED = _PROBE_AFTER + _PROBE_EVERY * _PROBES
 quarter of an hour."""
 _NEXT_ADDRESS_AFTER = 0.25
 """Seconds (RFC 8305 5)."""
+_MOST_UNREAD = 8 << 20
 _INFO_BYTES = 216
 _ACKED_AT, _SENT_AT, _SENT_AGAIN_AT = 120, 200, 208
 """Of Linux's `struct tcp_info`: tcpi_bytes_acked, tcpi_bytes_sent, tcpi_bytes_retrans."""
@@ -70,10 +71,10 @@ def progress(raw: Any) -> Progress | None:
     return Progress(1 + sent - again, acked)
 
 
-def unread(raw: Any, limit: int) -> bytes:
-    """What has come and was not read, of a connection that is broken: nothing more will come. At most `limit` bytes."""
+def unread(raw: Any) -> bytes:
+    """What has come and was not read, of a connection that is broken: nothing more will come. At most 8 MiB."""
     pieces: list[bytes] = []
-    fd = raw.fileno()
+    fd, limit = raw.fileno(), _MOST_UNREAD
     while limit > 0:
         try:
             piece = os.read(fd, limit)

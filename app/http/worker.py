@@ -16,9 +16,8 @@ from app.http import tcp
 from app.http.inplace import Wake, direct_write
 from app.http.names import Names, NoAddress
 from app.http.response import Expected, NotHttp, OnInterim, Response
+from app.http.tls import TlsTransport, Truncated
 
-_MOST_UNREAD = 8 << 20
-"""Bytes that may wait in the kernel when a connection breaks."""
 _IDLE_A_WHILE = 0.1
 """Seconds without a request after which a connection is looked at before it is used: what came just now may be waiting
 behind the event that brought the request."""
@@ -281,7 +280,8 @@ class WorkerConnection(asyncio.Protocol):
         self._pool.closed(self)
         if exc is not None and self._exchange and not response.complete and self._failure is None and not self._tls:
             # Found out by writing, perhaps: the worker may have answered before it had read everything, and closed.
-            last_words = tcp.unread(self._socket, _MOST_UNREAD)
+            # (TLS has told it already.)
+            last_words = tcp.unread(self._socket)
             if last_words:
                 self._paused = False
                 self.data_received(last_words)
@@ -300,7 +300,7 @@ class WorkerConnection(asyncio.Protocol):
             sink, self._sink = self._sink, None
             if sink is not None:
                 sink.on_data(b"", True)
-        elif not self.first_byte and self._was_closed_before(exc is None or self._ended):
+        elif not self.first_byte and self._was_closed_before(exc is None or self._ended or type(exc) is Truncated):
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif response.status:
             self._fail(ConnectionBroken("the worker closed the connection before the response was complete"))
@@ -466,17 +466,18 @@ class Pool:
         where: dict[str, Any] = {"host": self._host, "port": self._port}
         if self._is_name:
             where = {"sock": await tcp.dial(await self._names.addresses(self._host, self._port))}
+        connection = WorkerConnection(loop, self)
+        between = None
+        if self._tls is not None:
+            between = TlsTransport(loop, connection, self._tls, self._server_name or self._host)
         try:
-            _, connection = await loop.create_connection(
-                lambda: WorkerConnection(loop, self),
-                ssl=self._tls,
-                server_hostname=(self._server_name or self._host) if self._tls else None,
-                **where,
-            )
+            await loop.create_connection(lambda: between or connection, **where)
         except BaseException:  # also when cancelled: the socket is nobody else's yet
             if "sock" in where:
                 where["sock"].close()
             raise
+        if between is not None:
+            await between.shake_hands()
         return connection
 
     def give(self, connection: WorkerConnection) -> None:

@@ -10,7 +10,8 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from app.fleet.workers import Target
-from app.sessions.affinity import Affinity, Binding, Placement, ends
+from app.sessions.affinity import Affinity, Binding, ends
+from app.sessions.resolver import Placement
 
 
 class Spread:

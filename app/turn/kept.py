@@ -24,8 +24,9 @@ from app.fleet.workers import Target
 from app.http.headers import Header, header
 from app.http.worker import AttemptFailed, ConnectFailed, ConnectRefused
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher
+from app.sessions.resolver import Placement
 from app.sessions.spread import Hold
 from app.sessions.tenants import NOBODY
 from app.turn.presence import Presence
@@ -42,8 +43,8 @@ COLLECTIONS = {
 }
 """Below `/v1/`, with what each holds."""
 _PATH = re.compile(rb"/v1/(%b)(?:/([^/]+)(/.*)?)?/?" % "|".join(COLLECTIONS).encode()).fullmatch
-_NO_IDS = frozenset({b"compact", b"input_tokens"})
-"""Stand where an id would: calls of `/v1/responses` that keep nothing."""
+_NO_IDS = frozenset({b"compact", b"input_tokens", b"render"})
+"""Stand where an id would: calls of `/v1/responses` that keep nothing (the last one is vLLM's)."""
 _NAMED = {"previous_response_id": "responses", "conversation": "conversations", "input_file_id": "files"}
 """Members of a request's body that name what is kept, with where."""
 _MEMBERS = [b'"%b"' % name.encode() for name in (*_NAMED, "store", "background")]

@@ -64,6 +64,8 @@ class Next(enum.Enum):
     """The worker is lost."""
     ELSEWHERE_IF_GONE = "worker_died"
     """The worker is lost if it refuses connections now; else the turn has failed."""
+    ELSEWHERE_IF_ANY = "worker_busy"
+    """At another worker if there is one; else the answer stands."""
     FAIL = ""
 
 
@@ -91,6 +93,11 @@ def after(failure: AttemptFailed, sent: Sent) -> Next:
     if isinstance(failure, ConnectionBroken) and not (sent.once or sent.first_byte or sent.killed):
         return Next.ELSEWHERE_IF_GONE
     return Next.FAIL
+
+
+def after_busy(sent: Sent) -> Next:
+    """The law for an answer of 503, of which nothing has been passed on: the worker has not taken the request."""
+    return Next.ELSEWHERE_IF_ANY if sent.free and not sent.once else Next.FAIL
 
 
 def error_of(failure: AttemptFailed, *, killed: bool = False) -> TurnError:

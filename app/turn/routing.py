@@ -11,8 +11,9 @@ from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher, read_hints
+from app.sessions.resolver import Placement
 from app.sessions.spread import Hold, Spread
 from app.sessions.tenants import Admins
 from app.turn.fields import BodyHints
@@ -25,7 +26,7 @@ _MOST_ENDED = 256
 """Of the models that not all workers serve, for how many a final looks whether its session has a claim beside its own,
 and for how many of those it asks the store."""
 _MOST_ASKED = 32
-_HOW = {"degraded": "degraded", "store": "stored"}
+_HOW = {"degraded": "degraded", "unreadable": "degraded", "store": "stored"}
 """What a turn would be told of a session that is known from there; from anywhere else: cached."""
 
 

@@ -28,7 +28,7 @@ from app.turn.answer import Answer
 from app.turn.kept import Kept
 from app.turn.presence import Presence
 from app.turn.request import Reading, Request
-from app.turn.retry import Attempt, Next, Sent, after, blame, connect, error_of, is_gone, judge
+from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
 from app.turn.routing import Decision, Hint, Routing
 
 log = logging.getLogger("coatcheck.turn")
@@ -198,8 +198,11 @@ class Turn:
                 await self._claim(binding.bind(routing.placement(self._request, self._hint, maker, self._among)))
             if self._among is not None and maker is None and binding.target.worker.name not in self._among:
                 binding = await self._go_beside(binding, self._among)
-            if binding.target.worker.health.evicting or not binding.target.worker.known:
+            health = binding.target.worker.health
+            if health.evicting or not binding.target.worker.known:
                 await self._leave(binding)
+            elif health.watchful and health.since > self._began and binding.own and self._free:
+                await self._leave(binding)  # it fell ill while the claim was made, and has nothing of the session yet
         if kept is not None and maker is not None:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
@@ -236,10 +239,12 @@ class Turn:
                     if status == 404 and self._asks_on(lost | {worker.name}):
                         lost |= {worker.name}
                         continue
-                    if status == 503 and not (busy or once) and await self._is_taken_elsewhere(lost | {worker.name}):
-                        metrics.retries.inc("worker_busy")
-                        busy, lost = True, lost | {worker.name}
-                        continue
+                    if status == 503 and after_busy(Sent(once=once or busy, free=self._free)) is Next.ELSEWHERE_IF_ANY:
+                        busy = True
+                        if await self._is_taken_elsewhere(lost | {worker.name}):
+                            metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
+                            lost |= {worker.name}
+                            continue
                     await self._relay(connection)
                     break
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
@@ -398,8 +403,8 @@ class Turn:
         return self._binding is None or self._binding.own
 
     async def _is_taken_elsewhere(self, busy: frozenset[str]) -> bool:
-        """The workers in `busy` have answered 503. Whether there is another one, and the turn is free to go there."""
-        if not self._free or not self._shared.fleet.has_other(busy, self._among):
+        """The workers in `busy` have answered 503. Whether there is another one: then the turn goes there."""
+        if not self._shared.fleet.has_other(busy, self._among):
             return False
         try:
             await self._take(busy)

@@ -1,7 +1,8 @@
 """Creates that come at the same time go to etcd together.
 
 A gRPC call costs several times the CPU of its create. So what is to be created while others are under way goes
-together, as nested transactions of one: each wins or loses by itself. One alone goes as it is.
+together, as nested transactions of one: each wins or loses by itself. One alone goes as it is. A call without an answer
+for so long that it is asked again (`Cluster.attempt_s`) holds up no other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from backends.etcd.cluster import Cluster
 from backends.etcd.faults import Refused, failure
 
 CREATES_IN_FLIGHT = 2
-"""Calls that create claims. What comes while so many are under way waits for one to end, and goes together."""
+"""Calls that create claims. What comes while so many are under way waits until one has ended or is late, and goes
+together."""
 MAX_BATCH = 64
 """Creates in one transaction; etcd counts each as one operation, and takes 128 unless --max-txn-ops says otherwise."""
 
@@ -34,11 +36,11 @@ class _Create:
     lease: int
     request: Any
     until: float
-    answer: asyncio.Future[tuple[int, Any] | Exception | None]
+    answer: asyncio.Future[tuple[int, Any] | StoreError | None]
     """What `create` returns, or raises; None: its batch was refused, and alone it may succeed."""
     sent: bool = False
 
-    def give(self, answer: tuple[int, Any] | Exception | None) -> None:
+    def give(self, answer: tuple[int, Any] | StoreError | None) -> None:
         if not self.answer.done():  # as it is when the caller was cancelled, or told that it is too late
             self.answer.set_result(answer)
 
@@ -51,15 +53,17 @@ class Batches:
         self._cluster = cluster
         self.together = True
         """Until etcd refuses nested transactions."""
-        self._creating = 0
-        """Calls under way that create, or about to be."""
+        self._calls: dict[object, float] = {}
+        """Those under way that create, or are about to: since when."""
+        self._overtaking: asyncio.TimerHandle | None = None
+        """Set while some wait for calls that may be late by then."""
         self._waiting: list[_Create] = []
         self._senders: set[asyncio.Task[None]] = set()
 
     async def create(self, name: bytes, lease: int, request: Any, until: float) -> tuple[int, Any]:
         """etcd's revision and its answer to the request, a transaction that creates the key `name` with `lease`, and
         has one operation to do, whether it wins or loses. Raises what `Cluster.call` does."""
-        together = self.together and self._creating > 0
+        together = self.together and self._busy() > 0
         if together:
             loop = asyncio.get_running_loop()
             create = _Create(name, lease, request, until, loop.create_future())
@@ -74,12 +78,15 @@ class Batches:
                 return answer
             if answer is not None:
                 # An exception of its own for each caller: they raise it at the same time.
-                raise type(answer)(*answer.args) from answer
-        self._creating += 1
+                error = type(answer)(*answer.args)
+                error.others_answered = answer.others_answered
+                raise error from answer
+        call = object()
+        self._calls[call] = time.monotonic()
         try:
             alone = await self._cluster.call("txn", request, until, write=True)
         finally:
-            self._creating -= 1
+            del self._calls[call]
             self._send_waiting()
         if together and self.together:
             self.together = False
@@ -88,23 +95,41 @@ class Batches:
 
     async def aclose(self) -> None:
         """After the cluster: what is under way ends with it."""
+        if self._overtaking is not None:
+            self._overtaking.cancel()
         await asyncio.gather(*self._senders, return_exceptions=True)
 
+    def _busy(self) -> int:
+        """Calls under way that are not late."""
+        late = time.monotonic() - self._cluster.attempt_s
+        return sum(began > late for began in self._calls.values())
+
     def _send_waiting(self) -> None:
-        if self._waiting and self._creating < CREATES_IN_FLIGHT:
+        if not self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        if self._busy() < CREATES_IN_FLIGHT:
             # It begins in the loop's next turn, and takes along what else comes in this one.
-            self._creating += 1
-            sender = asyncio.get_running_loop().create_task(self._send_batches())
+            call = object()
+            self._calls[call] = time.monotonic()
+            sender = loop.create_task(self._send_batches(call))
             self._senders.add(sender)
             sender.add_done_callback(self._senders.discard)
+        elif self._overtaking is None:
+            self._overtaking = loop.call_later(self._cluster.attempt_s / 8, self._overtake)
 
-    async def _send_batches(self) -> None:
+    def _overtake(self) -> None:
+        self._overtaking = None
+        self._send_waiting()
+
+    async def _send_batches(self, call: object) -> None:
         """Runs in a task of its own: the cancellation of a caller concerns no other."""
         try:
             while batch := self._next_batch():
+                self._calls[call] = time.monotonic()
                 await self._send(batch)
         finally:
-            self._creating -= 1
+            del self._calls[call]
 
     async def _send(self, batch: list[_Create]) -> None:
         """In one call; gives each its answer."""

@@ -6,8 +6,14 @@ not shown to be alive raises. What the keys mean is the users' affair.
 Of aetcd we use the gRPC stubs and messages (`aetcd.rpc`) and nothing above them. Its client knows one host, no TLS, no
 deadlines and no second login, its watcher takes refused and ended watches for silent ones, and its lock does not lock.
 
-**Endpoints.** One channel each; all calls go to one endpoint until it fails, then to the next (list them in another
-order on other replicas to spread the load). With several, an attempt gets a quarter of the deadline.
+**Endpoints.** All calls go to one endpoint until it fails, then to the next (list them in another order on other
+replicas to spread the load). A call without an answer after a quarter of its deadline is asked again at the next one,
+up to three times, while the earlier attempts go on. A single endpoint is two connections, for a connection may hang;
+there, few calls are asked again (`AGAIN_MOST`), so that an etcd or a replica that is overloaded is not loaded more.
+An endpoint is only suspect if it answers nothing that was asked later either.
+
+**Evidence.** A call that fails says in `others_answered` whether etcd answered what was asked after it: then the
+trouble is this call's alone. `history` notices a cluster that was wiped or restored.
 """
 
 from __future__ import annotations
@@ -22,8 +28,11 @@ from typing import Any, TypeVar
 import grpc
 from aetcd import rpc
 
-from backends.base import OutcomeUnknown, StoreConfigurationError, StoreError, StoreUnavailable
+from backends.base import StoreConfigurationError, StoreError, StoreUnavailable
+from backends.etcd.attempts import Attempt, Attempts
+from backends.etcd.endpoint import Endpoint
 from backends.etcd.faults import Fault, Full, NoLease, Refused, failure, judge
+from backends.etcd.history import History, Mark
 from backends.etcd.url import EtcdUrl
 from backends.singleflight import Abandoned, SingleFlight, Work
 
@@ -34,6 +43,12 @@ SILENT_INTERVALS = 2.5
 AGAIN_PAUSE_S = 0.05
 CLOSE_GRACE_S = 0.1
 """Calls on their way when the cluster is closed may still end by themselves for so long."""
+ATTEMPTS = 4
+"""The most that a call is asked, each a part of the deadline after the one before."""
+AGAIN_MOST = 20.0
+"""So many calls may be asked again at the only endpoint at once,"""
+AGAIN_SHARE = 0.1
+"""and for each call that is answered this much of one more."""
 SUSPECT_S = 5.0
 """An endpoint that failed is passed over this long while another is left."""
 
@@ -43,43 +58,46 @@ Metadata = tuple[tuple[str, str], ...]
 
 _REQUIRE_LEADER = (("hasleader", "true"),)
 """Makes a member that has lost its cluster say so at once (clientv3.WithRequireLeader)."""
+_LINEARIZABLE = frozenset({"range", "txn"})
+"""Methods whose answers tell etcd's revision as of then, and not a member's that may lag."""
 
 _log = logging.getLogger("coatcheck.store")
 
 
-class Endpoint:
-    """One member: its channel and the calls we make on it. Made inside the running loop, as gRPC wants it."""
+Sent = Attempt[Endpoint, Mark]
 
-    def __init__(self, target: str, url: EtcdUrl, credentials: grpc.ChannelCredentials | None) -> None:
-        options: list[tuple[str, Any]] = [
-            ("grpc.keepalive_time_ms", 10_000),  # etcd ends connections that ping more often than every 5 s,
-            ("grpc.keepalive_timeout_ms", 3_000),
-            ("grpc.http2.ping_timeout_ms", 3_000),  # newer gRPC wants both, or waits for a minute
-            ("grpc.keepalive_permit_without_calls", 0),  # or that ping without a call.
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 1_000),  # in fact the time a connection attempt gets
-            ("grpc.max_reconnect_backoff_ms", 1_000),
-            ("grpc.use_local_subchannel_pool", 1),  # no other cluster's connections and backoffs
-            ("grpc.enable_http_proxy", 0),
-            ("grpc.service_config_disable_resolution", 1),
-        ]
-        if url.server_name:
-            options.append(("grpc.ssl_target_name_override", url.server_name))
-        self.target = target
-        self.channel = (
-            rpc.secure_channel(target, credentials, options=options)
-            if credentials
-            else rpc.insecure_channel(target, options=options)
-        )
-        kv, lease = rpc.KVStub(self.channel), rpc.LeaseStub(self.channel)
-        self.range = kv.Range
-        self.txn = kv.Txn
-        self.lease_grant = lease.LeaseGrant
-        self.lease_time_to_live = lease.LeaseTimeToLive
-        self.authenticate = rpc.AuthStub(self.channel).Authenticate
-        self.watch = rpc.WatchStub(self.channel).Watch
-        self.suspect_until = 0.0
+
+class Prompt:
+    """The calls whose first attempt is not late yet. One timer for all: one for each costs a round of the loop."""
+
+    def __init__(self, late_s: float) -> None:
+        self._late_s = late_s
+        self._calls: dict[_Call, Sent] = {}
+        """The oldest first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def enter(self, call: _Call, first: Sent) -> None:
+        self._calls[call] = first
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._late_s / 16, self._look)
+
+    def leave(self, call: _Call) -> None:
+        self._calls.pop(call, None)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        self._timer = None
+        late = time.monotonic() - self._late_s
+        for call, first in list(self._calls.items()):
+            if first.began > late:
+                break
+            del self._calls[call]
+            call.hurry(first)
+        if self._calls:
+            self._timer = asyncio.get_running_loop().call_later(self._late_s / 16, self._look)
 
 
 class Cluster:
@@ -98,13 +116,21 @@ class Cluster:
         self.full = False
         """Its last word to a write that needs space was that it has none."""
         credentials = url.credentials()
-        self.endpoints = [Endpoint(target, url, credentials) for target in url.targets]
+        targets = url.targets if len(url.targets) > 1 else url.targets * 2
+        self.endpoints = [Endpoint(target, url, credentials) for target in targets]
+        self.history = History()
+        self.strays = 0
+        """Writes that etcd may still do although nobody waits for them: given up, or asked again and answered."""
+        self.has_user = url.user is not None
         self._url = url
         self._progress_interval = progress_interval
         self._current = 0
-        self._attempt_s = deadline if len(self.endpoints) == 1 else deadline / 4
+        self.attempt_s = deadline / ATTEMPTS
+        """What has no answer after so many seconds is late."""
+        self.prompt = Prompt(self.attempt_s)
+        self._again = AGAIN_MOST
         self._metadata: Metadata = _REQUIRE_LEADER
-        self._logged_in = url.user is None
+        self.logged_in = url.user is None
         self._logins: SingleFlight[str, None] = SingleFlight(outlives=True)
         self._away = False
 
@@ -117,56 +143,21 @@ class Cluster:
 
         `method`: one of an `Endpoint`'s. Raises StoreUnavailable (and its kinds) or, for a write only, OutcomeUnknown.
         """
-        doubt: Exception | None = None
-        """Why a write may have been applied already."""
-        trouble = ""
-        unreachable = logins = 0
-        while True:
-            if login and not self._logged_in and not self.closed:
-                await self._log_in(self._metadata, until)
-            if self.closed:
-                raise failure(doubt, "it is closed")
-            endpoint = self.endpoints[self._current]
-            # An expired token would make etcd refuse even the login.
-            metadata = self._metadata if login else _REQUIRE_LEADER
-            timeout = min(self._attempt_s, until - time.monotonic())
-            if timeout <= 0:
-                raise self._unreached(doubt, trouble or "no answer in time")
-            try:
-                answer = await getattr(endpoint, method)(request, timeout=timeout, metadata=metadata)
-            except grpc.aio.AioRpcError as error:
-                fault = judge(error)
-                trouble = f"{endpoint.target}: {error.details() or error.code().name}"
-                if fault is Fault.DOUBTFUL:
-                    doubt = error if write else None
-                    self.suspect(endpoint)
-                    if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                        await asyncio.sleep(AGAIN_PAUSE_S)
-                elif fault is Fault.NOT_SENT:
-                    unreachable += 1
-                    self.suspect(endpoint)
-                    if unreachable >= len(self.endpoints):
-                        raise self._unreached(doubt, trouble) from error
-                elif fault is Fault.NOT_NOW:
-                    self.suspect(endpoint)
-                    if until - time.monotonic() < AGAIN_PAUSE_S:
-                        raise self._unreached(doubt, trouble) from error
-                    await asyncio.sleep(AGAIN_PAUSE_S)
-                elif fault is Fault.LOGIN and self._url.user and login and logins < 2:
-                    logins += 1
-                    await self._log_in(metadata, until)
-                else:
-                    raise self._refused(fault, doubt, trouble) from error
-            except asyncio.CancelledError:
-                # Closing the channel cancels its calls, and their callers did not ask for that.
-                if self.closed and not _being_cancelled():
-                    raise failure(write, "it was closed") from None
-                raise
-            else:
-                if self._away:
-                    self._away = False
-                    _log.warning("etcd answers again")
-                return answer
+        call = _Call(self, method, request, until, write=write, login=login)
+        try:
+            attempt, answer = await call.run()
+        finally:
+            if write and call.in_doubt:
+                self.strays += 1
+            call.end()
+        if self._again < AGAIN_MOST:
+            self._again += AGAIN_SHARE
+        if method in _LINEARIZABLE:
+            self.history.heard(attempt.mark, answer.header)
+        if self._away:
+            self._away = False
+            _log.warning("etcd answers again")
+        return answer
 
     @contextlib.asynccontextmanager
     async def open_watch(
@@ -175,8 +166,7 @@ class Cluster:
         """The changes of all keys from `first` to before `end`, from the moment of entering on; `filters` as
         etcd's WatchCreateRequest has them; `previous`: with what stood before. Raises StoreUnavailable."""
         for last_try in (False, True):
-            if not self._logged_in:
-                await self._log_in(self._metadata, self.until())
+            await self.log_in(self.until())
             endpoint, metadata = self.endpoints[self._current], self._metadata
             async with contextlib.aclosing(Watch(self, endpoint, metadata, self._progress_interval)) as watch:
                 try:
@@ -188,16 +178,36 @@ class Cluster:
                 else:
                     yield watch
                     return
-            await self._log_in(metadata, self.until())
+            await self.log_in(self.until(), metadata)
 
     def suspect(self, endpoint: Endpoint) -> None:
         """Go on at another endpoint: the next one that has not failed lately, or else simply the next."""
         now = time.monotonic()
         endpoint.suspect_until = now + SUSPECT_S
         if self.endpoints[self._current] is endpoint:
-            count = len(self.endpoints)
-            ring = [(self._current + step) % count for step in range(1, count + 1)]
-            self._current = next((index for index in ring if self.endpoints[index].suspect_until <= now), ring[0])
+            ring = [*self._ring()[1:], endpoint]
+            fit = next((other for other in ring if other.suspect_until <= now), ring[0])
+            self._current = self.endpoints.index(fit)
+
+    def attempt(self, method: str, request: Any, seconds: float, *, login: bool, besides: Sequence[Endpoint]) -> Sent:
+        """Send it, to an endpoint other than those where there is one."""
+        now = time.monotonic()
+        endpoint = self.endpoints[self._current]
+        if besides:
+            others = [other for other in self._ring() if other not in besides] or self._ring()
+            endpoint = next((other for other in others if other.suspect_until <= now), others[0])
+        # An expired token would make etcd refuse even the login.
+        metadata = self._metadata if login else _REQUIRE_LEADER
+        call = getattr(endpoint, method)(request, timeout=seconds, metadata=metadata)
+        return Attempt(call, endpoint, metadata, self.history.mark, now)
+
+    def may_ask_again(self) -> bool:
+        """Once, although an attempt is under way."""
+        if len(self._url.targets) == 1:
+            if self._again < 1:
+                return False
+            self._again -= 1
+        return True
 
     def took_space(self) -> None:
         """To be told of each write that needed space and was applied."""
@@ -214,18 +224,24 @@ class Cluster:
         await self._logins.aclose()
         for endpoint in self.endpoints:
             await endpoint.channel.close(CLOSE_GRACE_S)
+        self.prompt.close()
         # gRPC ends cancelled calls on a thread of its own, and complains when their loop is gone by then.
         await asyncio.sleep(0.01)
 
-    def _unreached(self, doubt: Exception | None, text: str) -> StoreError:
-        if not self._away:
+    def unreached(self, doubtful: bool, text: str, asked: float) -> StoreError:
+        """What a caller hears that had no answer; `asked`: when for the last time."""
+        error = failure(doubtful, text)
+        asked = max(asked, time.monotonic() - self.deadline / 2)  # what was answered before that is no news
+        error.others_answered = any(endpoint.answered > asked for endpoint in self.endpoints)
+        if not self._away and not error.others_answered:
             self._away = True
             _log.warning("etcd does not answer: %s", text)
-        return failure(doubt, text)
+        return error
 
-    def _refused(self, fault: Fault, doubt: Exception | None, text: str) -> StoreError:
-        if doubt is not None and fault is not Fault.NO_LEASE:
-            return OutcomeUnknown(f"etcd: {doubt}; then {text}")
+    def refused(self, fault: Fault, doubtful: bool, text: str) -> StoreError:
+        """What a caller hears whom etcd refused, when it may have done it at an earlier attempt."""
+        if doubtful and fault is not Fault.NO_LEASE:
+            return failure(doubtful, text)
         if fault is Fault.FULL:
             if not self.full:
                 self.full = True
@@ -235,9 +251,13 @@ class Cluster:
             return NoLease(text)
         return Refused(f"etcd refuses: {text}")
 
-    async def _log_in(self, stale: Metadata, until: float) -> None:
-        """A token newer than the `stale` metadata. All callers share one login."""
-        if self._metadata is stale or not self._logged_in:
+    def _ring(self) -> list[Endpoint]:
+        """All endpoints, the current one first."""
+        return self.endpoints[self._current :] + self.endpoints[: self._current]
+
+    async def log_in(self, until: float, stale: Metadata | None = None) -> None:
+        """Unless there is a token, newer than the `stale` metadata. All callers share one login."""
+        if self._metadata is stale or not self.logged_in:
             await shared(self._logins, "login", self._authenticate, until)
 
     async def _authenticate(self) -> None:
@@ -255,7 +275,179 @@ class Cluster:
             if "authentication is not enabled" not in str(error):
                 raise StoreUnavailable(f"etcd: the login of {self._url.user!r} failed: {error}") from error
         self._metadata = (*_REQUIRE_LEADER, *token)
-        self._logged_in = True
+        self.logged_in = True
+
+
+class _Call:
+    """One request until it is answered: what was tried, and what is known of it. `end` it.
+
+    The ordinary way is to await one attempt; what it takes to ask again is made when that attempt is late."""
+
+    __slots__ = (
+        "_asked",
+        "_attempts",
+        "_cluster",
+        "_doubt",
+        "_login",
+        "_logins",
+        "_method",
+        "_request",
+        "_rest",
+        "_trouble",
+        "_unreachable",
+        "_until",
+        "_write",
+    )
+
+    def __init__(self, cluster: Cluster, method: str, request: Any, until: float, *, write: bool, login: bool) -> None:
+        self._cluster = cluster
+        self._method, self._request, self._until = method, request, until
+        self._write, self._login = write, login
+        self._attempts: Attempts[Endpoint, Mark] = Attempts()
+        self._rest: asyncio.Task[tuple[Sent, Any]] | None = None
+        """Begun when the first attempt was late: it asks again, and ends that attempt when another one is answered."""
+        self._doubt = False
+        """An attempt that ended may have been applied."""
+        self._trouble = "no answer in time"
+        self._unreachable: frozenset[Endpoint] = frozenset()
+        self._logins = 0
+        self._asked = 0.0
+        """When for the last time."""
+
+    @property
+    def in_doubt(self) -> bool:
+        """A write may have been applied, or may be even later."""
+        return self._write and (self._doubt or bool(self._attempts.under_way))
+
+    def end(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+        self._attempts.cancel()
+
+    async def run(self) -> tuple[Sent, Any]:
+        """The attempt that was answered, and the answer."""
+        first = self._send(await self._left())
+        self._cluster.prompt.enter(self, first)
+        trouble: grpc.aio.AioRpcError | None = None
+        try:
+            answer = await first.call
+        except grpc.aio.AioRpcError as error:
+            trouble = error
+        except asyncio.CancelledError:
+            if _being_cancelled():
+                raise
+            if self._rest is None:
+                raise self._cut() from None
+        else:
+            self._attempts.forget(first)
+            return self._answered(first, answer)
+        finally:
+            # Now: what is done from here on is not the first attempt's lateness.
+            self._cluster.prompt.leave(self)
+        if self._rest is not None:
+            return await self._rest
+        assert trouble is not None
+        self._attempts.forget(first)
+        await self._failed(first, trouble)
+        return await self._answer()
+
+    def hurry(self, first: Sent) -> None:
+        """The first attempt is late."""
+        self._late(first)
+        self._attempts.watch(first)
+        self._rest = asyncio.get_running_loop().create_task(self._answer())
+        self._rest.add_done_callback(lambda rest: rest.cancelled() or rest.exception())  # seen, if nobody wants it
+        self._rest.add_done_callback(lambda _: first.call.cancel())
+
+    async def _answer(self) -> tuple[Sent, Any]:
+        while True:
+            left = await self._left()
+            # Once more, where that can help and there is time for an answer.
+            waiting = bool(self._attempts.under_way)
+            if not waiting or (
+                left > self._cluster.attempt_s / 2 and not self._all_unreachable and self._cluster.may_ask_again()
+            ):
+                self._attempts.watch(self._send(left))
+            attempt = await self._attempts.next_end(min(self._cluster.attempt_s, left))
+            if attempt is None:
+                self._late(self._attempts.under_way[-1])
+                continue
+            try:
+                return self._answered(attempt, await attempt.call)
+            except grpc.aio.AioRpcError as error:
+                await self._failed(attempt, error)
+            except asyncio.CancelledError:
+                if _being_cancelled():
+                    raise
+                raise self._cut() from None
+
+    async def _left(self) -> float:
+        """Seconds. Raises where there is nothing to be tried any more."""
+        cluster = self._cluster
+        if self._login and not cluster.closed and not cluster.logged_in:
+            await cluster.log_in(self._until)
+        if cluster.closed:
+            raise failure(self.in_doubt, "it is closed")
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise self._unreached()
+        return left
+
+    def _send(self, left: float) -> Sent:
+        under_way = self._attempts.under_way
+        besides = [attempt.endpoint for attempt in under_way] if under_way else ()
+        attempt = self._cluster.attempt(self._method, self._request, left, login=self._login, besides=besides)
+        self._asked = attempt.began
+        under_way.append(attempt)
+        return attempt
+
+    def _answered(self, attempt: Sent, answer: Any) -> tuple[Sent, Any]:
+        attempt.endpoint.answered = max(attempt.endpoint.answered, attempt.began)
+        return attempt, answer
+
+    def _cut(self) -> BaseException:
+        """Closing the channel cancels its calls, and their callers did not ask for that."""
+        if self._cluster.closed:
+            return failure(self._write, "it was closed")
+        return asyncio.CancelledError()
+
+    def _late(self, attempt: Sent) -> None:
+        self._trouble = f"{attempt.endpoint.target}: no answer in time"
+        if attempt.endpoint.answered <= attempt.began:
+            self._cluster.suspect(attempt.endpoint)
+
+    async def _failed(self, attempt: Sent, error: grpc.aio.AioRpcError) -> None:
+        """Returns when it may be tried again."""
+        fault = judge(error)
+        cluster = self._cluster
+        self._trouble = f"{attempt.endpoint.target}: {error.details() or error.code().name}"
+        if fault is Fault.LOGIN and self._login and cluster.has_user and self._logins < 2:
+            self._logins += 1
+            await cluster.log_in(self._until, attempt.metadata)
+        elif fault is Fault.DOUBTFUL:
+            self._doubt = True
+            cluster.suspect(attempt.endpoint)
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                await asyncio.sleep(AGAIN_PAUSE_S)
+        elif fault is Fault.NOT_SENT:
+            self._unreachable |= {attempt.endpoint}
+            cluster.suspect(attempt.endpoint)
+            if self._all_unreachable and not self._attempts.under_way:
+                raise self._unreached() from error
+        elif fault is Fault.NOT_NOW:
+            cluster.suspect(attempt.endpoint)
+            if self._until - time.monotonic() < AGAIN_PAUSE_S:
+                raise self._unreached() from error
+            await asyncio.sleep(AGAIN_PAUSE_S)
+        else:
+            raise cluster.refused(fault, self.in_doubt, self._trouble) from error
+
+    @property
+    def _all_unreachable(self) -> bool:
+        return len(self._unreachable) == len(self._cluster.endpoints)
+
+    def _unreached(self) -> StoreError:
+        return self._cluster.unreached(self.in_doubt, self._trouble, self._asked)
 
 
 class Watch:
@@ -267,6 +459,7 @@ class Watch:
         self._metadata = metadata
         self._interval = interval
         self._call = endpoint.watch(metadata=metadata)
+        self._rewinds = cluster.history.rewinds
         self._pings: asyncio.Task[None] | None = None
 
     async def begin(self, first: bytes, end: bytes, filters: Sequence[int], previous: bool) -> None:
@@ -286,12 +479,16 @@ class Watch:
                 if not message.created:
                     raise StoreUnavailable("etcd did not confirm the watch")
                 # The member of this watch has a quorum and etcd answers: from here on we miss nothing.
-                await self._endpoint.range(any_key(first, end), timeout=deadline, metadata=self._metadata)
+                mark = self._cluster.history.mark
+                answer = await self._endpoint.range(any_key(first, end), timeout=deadline, metadata=self._metadata)
+                self._cluster.history.heard(mark, answer.header)
+                self._rewinds = self._cluster.history.rewinds
         self._pings = asyncio.get_running_loop().create_task(self._ping())
 
     async def read(self) -> Sequence[Any] | None:
         """etcd's next events, as they come; none when all is quiet. None: the watch is over because its history was
-        compacted away; a new one may follow at once. Raises StoreUnavailable when it is over for any other reason."""
+        compacted away, or because etcd is not where it was; a new one may follow at once. Raises StoreUnavailable when
+        it is over for any other reason."""
         with self._explained():
             async with asyncio.timeout(SILENT_INTERVALS * self._interval):
                 message = await self._call.read()
@@ -301,6 +498,8 @@ class Watch:
             if message.compact_revision:
                 return None
             raise StoreUnavailable(f"etcd cancelled the watch: {message.cancel_reason or 'no reason given'}")
+        if self._rewinds != self._cluster.history.rewinds:
+            return None
         events: Sequence[Any] = message.events
         return events
 

@@ -4,20 +4,28 @@ Guaranteed: every replica that reaches the cluster agrees, on any host and acros
 reads are linearizable. A call, whatever fails, ends within the deadline (2 s unless changed). A watch that is not shown
 to be alive raises.
 Not guaranteed: etcd's own clock of leases is coarse, so a claim may outlive `1.25 * ttl` by seconds (see `leases`); it
-is never shortened. A cluster restored from an older backup repeats revisions, which are our fencing tokens: stop the
-routers first. Full (NOSPACE), etcd refuses new claims and renewals, 3.5.1 also closes; reads go on.
+is never shortened. A cluster restored from an older backup repeats revisions, which are our fencing tokens. Full
+(NOSPACE), etcd refuses new claims and renewals, 3.5.1 also closes; reads go on.
+
+**Odd faults.** A value that cannot be read costs its own key alone (`ClaimUnreadable`). A single call that hangs is
+asked again within its deadline (`cluster`). After `check` has returned, no create that was given up before can still
+happen (`fence`). A cluster that was wiped or restored is noticed (`history`): until the subscriber has been told, for
+5 s at most, calls that read or create raise instead of saying that claims are gone. A `close` that removed something
+returns when our own watch has told of it as well, or after `TOLD_S`.
 
 **Keys.** `prefix/<hex key>`; create_revision is the claim's revision. Creation, close and renewal are one transaction
 each, and each is safe to send twice: nonce, create_revision and mod_revision tell that the first one landed. What
 begins with `prefix/~` is no claim: the probe of `check`, and the registry's.
 
-Below it: `cluster` (endpoints, login, deadlines), `leases` (how long claims live), `batches` (creates that go
-together), `watch` (what is told of keys), `registry` (the records beside the claims).
+Below it: `cluster` (endpoints, login, deadlines) with `attempts` (a call is asked again) and `history` (is etcd where
+it was), `fence` (no late creates), `leases` (how long claims live), `batches` (creates that go together), `watch` (what
+is told of keys), `registry` (the records beside the claims).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any, Self
 
@@ -28,6 +36,7 @@ from backends.base import (
     Claim,
     ClaimLost,
     ClaimOutcome,
+    ClaimUnreadable,
     ClaimValue,
     CloseOutcome,
     Deleted,
@@ -39,12 +48,18 @@ from backends.base import (
 from backends.etcd.batches import Batches
 from backends.etcd.cluster import DEADLINE_S, PROGRESS_INTERVAL_S, Cluster, any_key
 from backends.etcd.faults import Full, NoLease
+from backends.etcd.fence import FENCE_TTL_S, Fence, not_there
 from backends.etcd.leases import Leases
 from backends.etcd.registry import EtcdRegistry
 from backends.etcd.url import EtcdUrl
-from backends.etcd.watch import Subscription, deletions
+from backends.etcd.watch import Deletions, Subscription
 
 CHECK_TTL_S = 60.0
+TOLD_S = 0.05
+"""The most that a close waits for our own watch to tell it."""
+MAX_WARNED = 10_000
+
+_log = logging.getLogger("coatcheck.store")
 
 
 class EtcdStore:
@@ -59,7 +74,10 @@ class EtcdStore:
         self._range = self._prefix + b"0", self._prefix + b"g"
         self._leases = Leases(cluster)
         self._batches = Batches(cluster)
-        self._deletions = deletions(cluster, self._prefix, *self._range)
+        self._deletions = Deletions(cluster, self._prefix, *self._range)
+        self._fence = Fence(self._prefix)
+        self._warned: set[str] = set()
+        """Keys whose unreadable value has been logged."""
         self._registry = EtcdRegistry(cluster, self._leases, self._prefix)
 
     @classmethod
@@ -81,12 +99,15 @@ class EtcdStore:
         name = self._prefix + key.encode()
         value = encode_value(proposal)
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
+        absent = not_there(name)
         while True:
+            self._raise_if_untold()
             try:
                 bucket = await self._leases.bucket(ttl, until)
                 put = rpc.PutRequest(key=name, value=value, lease=bucket.lease)
+                fence = self._fence.name
                 request = rpc.TxnRequest(
-                    compare=[_created_at(name, 0)], success=[rpc.RequestOp(request_put=put)], failure=[read]
+                    compare=[absent, self._fence.compare], success=[rpc.RequestOp(request_put=put)], failure=[read]
                 )
                 revision, answer = await self._batches.create(name, bucket.lease, request, until)
             except NoLease:
@@ -97,13 +118,18 @@ class EtcdStore:
                 kv = await self._read(key, until)
                 if kv is None:
                     raise
-                standing = self._claim(key, kv)
-                return ClaimOutcome(standing, standing.value.nonce == proposal.nonce)
+                claim = self._claim(key, kv)
+                return ClaimOutcome(claim, claim.value.nonce == proposal.nonce)
             self.cluster.took_space()
             if answer.succeeded:
                 claim = Claim(key=key, value=proposal, revision=revision, expires_at=bucket.expires_at)
                 return ClaimOutcome(claim, True)
-            claim = self._claim(key, answer.responses[0].response_range.kvs[0])
+            standing = answer.responses[0].response_range.kvs
+            if not standing:
+                # No claim, so the fence was in the way: made meanwhile, maybe by a check whose reply was lost.
+                self._fence.passed(fence, self.cluster.strays)
+                continue
+            claim = self._claim(key, standing[0])
             return ClaimOutcome(claim, claim.value.nonce == proposal.nonce)
 
     async def get(self, key: str) -> Claim | None:
@@ -118,6 +144,7 @@ class EtcdStore:
             kv = await self._read(claim.key, until)
             if kv is None or kv.create_revision != claim.revision:
                 raise ClaimLost(f"claim {claim.key} is not there any more")
+            self._value(claim.key, kv)
             expires_at = await self._leases.expiry(kv.lease, until)
             if expires_at >= start + ttl:
                 # Made or renewed lately, perhaps by a peer: our bucket might even end sooner.
@@ -145,9 +172,11 @@ class EtcdStore:
             success=[rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=name))],
             failure=[rpc.RequestOp(request_range=rpc.RangeRequest(key=name, count_only=True))],
         )
-        answer = await self.cluster.call("txn", request, self.cluster.until(), write=True)
-        if answer.succeeded:
-            return CloseOutcome.CLOSED
+        with self._deletions.expect(claim.key, claim.revision) as expected:
+            answer = await self.cluster.call("txn", request, self.cluster.until(), write=True)
+            if answer.succeeded:
+                await self._deletions.wait(expected, TOLD_S)
+                return CloseOutcome.CLOSED
         return CloseOutcome.SUPERSEDED if answer.responses[0].response_range.count else CloseOutcome.GONE
 
     def subscribe(self) -> Subscription[Deleted]:
@@ -158,11 +187,14 @@ class EtcdStore:
         return 0
 
     async def check(self) -> None:
+        """And see to it that no create that was given up before can happen after this has returned."""
         until = self.cluster.until()
-        # Beyond the hex keys, where no watch of ours looks.
-        name = self._prefix + b"~check"
+        strays = self.cluster.strays
+        fence = self._fence.name if strays != self._fence.strays else None
+        # Both beyond the hex keys, where no watch of ours looks.
+        name, ttl = (fence, FENCE_TTL_S) if fence else (self._prefix + b"~check", CHECK_TTL_S)
         while True:
-            bucket = await self._leases.bucket(CHECK_TTL_S, until)
+            bucket = await self._leases.bucket(ttl, until)
             put = rpc.RequestOp(request_put=rpc.PutRequest(key=name, lease=bucket.lease))
             read = rpc.RequestOp(request_range=any_key(*self._range))
             try:
@@ -170,10 +202,15 @@ class EtcdStore:
             except NoLease:
                 self._leases.forget(bucket)
             except OutcomeUnknown as error:
-                raise StoreUnavailable(str(error)) from error
+                unavailable = StoreUnavailable(str(error))
+                unavailable.others_answered = error.others_answered
+                raise unavailable from error
             else:
-                self.cluster.took_space()
-                return
+                break
+        self.cluster.took_space()
+        if fence:
+            self._fence.passed(fence, strays)
+        self._raise_if_untold()
 
     async def aclose(self) -> None:
         if self.cluster.closed:
@@ -186,19 +223,31 @@ class EtcdStore:
     async def _read(self, key: str, until: float) -> Any:
         """The key's KeyValue, or None."""
         answer = await self.cluster.call("range", rpc.RangeRequest(key=self._prefix + key.encode()), until)
+        self._raise_if_untold()
         return answer.kvs[0] if answer.kvs else None
 
+    def _raise_if_untold(self) -> None:
+        if self._deletions.untold:
+            raise StoreUnavailable("etcd is not where it was, and the watch has not said so yet")
+
     def _claim(self, key: str, kv: Any) -> Claim:
-        try:
-            value = decode_value(kv.value)
-        except ValueError as error:
-            name = (self._prefix + key.encode()).decode()
-            raise StoreUnavailable(f"etcd: what stands at {name} is no claim: {error}") from error
+        value = self._value(key, kv)
         return Claim(key=key, value=value, revision=kv.create_revision, expires_at=self._leases.known_expiry(kv.lease))
+
+    def _value(self, key: str, kv: Any) -> ClaimValue:
+        try:
+            return decode_value(kv.value)
+        except ValueError as error:
+            unreadable = ClaimUnreadable(key, kv.create_revision, str(error))
+            if key not in self._warned:
+                if len(self._warned) >= MAX_WARNED:
+                    self._warned.clear()
+                self._warned.add(key)
+                _log.warning("etcd: %s; it is left alone, and costs only its own session", unreadable)
+            raise unreadable from error
 
 
 def _created_at(name: bytes, revision: int) -> Any:
-    """0: the key does not exist."""
     return rpc.Compare(key=name, target=rpc.Compare.CREATE, result=rpc.Compare.EQUAL, create_revision=revision)
 
 

@@ -152,6 +152,7 @@ class Records:
         for folder in (self._disk.records, f"{self._disk.records}/{kind}"):  # and never the root (see `Disk.heal`)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)
+                self._disk.give(folder)
 
     def _files(self, kind: str) -> set[str]:
         folder = f"{self._disk.records}/{kind}"

@@ -1,22 +1,28 @@
 """Claims as files in a shared folder.
 
 Promises, on one host: every process agrees, claims outlive every router process, and a read that starts after a write
-has returned sees it (linearizable). A close is seen at once by every process on the host through a shared page of
-stamps.
+has returned sees it (linearizable). A close is seen at once by every process on the host through stamps in its memory;
+where not all of them have that memory in common (`stamps`), within 100 ms through events.
+
+A file system that hangs costs the calls of it, each its deadline: nothing of it is touched in the event loop, no page
+of it is mapped, and the threads that hang keep no process from ending. What cannot be read at a claim's name costs that
+key alone.
 
 With `shared=True` (`file:///dir?hosts=many`) the folder may be a network file system used by several hosts, and
 processes on different hosts agree. Reads are then *not* linearizable: NFS caches names and attributes. It then has no
-stamps, because mapped pages are not coherent between hosts; and it never makes the root anew, because a missing folder
-is more likely an unmounted share. It lists the folder for its events, because no kernel hears of another host's
+stamps, because hosts have no memory in common: until another host has listed the folder, a closed claim may be taken
+there for one that stands. And it never makes the root anew, because a missing folder is more likely an unmounted share.
+It lists the folder for its events, because no kernel hears of another host's
 changes. It relies on the server for hard links that fail on an existing name and for `flock`:
 NFSv4 has both, mount it with `lookupcache=positive`. A host that loses contact loses its locks after the server's lease
 time: a remover frozen for that long, between its comparison and its unlink, could then remove a successor.
 
-Not promised anywhere: surviving a power failure without loss. A claim's content is synced before it gets its name
-(`sync`), so a claim is never torn, but the folder is not synced, so the youngest claims may be missing afterwards.
+Not promised anywhere: surviving a power failure without loss. A claim is never torn: a link is whole or absent, and a
+file's content is synced before it gets its name (`sync`). But the folder is not synced, so the youngest claims may be
+missing afterwards.
 
-How it works: `disk` has the layout and all that touches it, `threads` does that within the deadline, `watch` has the
-events, `registry` the records beside the claims.
+How it works: `disk` has the layout, `claims` and `stamps` what is in it, `threads` does that within the deadline,
+`watch` has the events, `registry` the records beside the claims.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from backends.base import (
@@ -36,8 +42,10 @@ from backends.base import (
     StoreConfigurationError,
     StoreError,
 )
-from backends.file.disk import Claims, Disk, Found, Stamps
+from backends.file.claims import Claims, Found
+from backends.file.disk import Disk
 from backends.file.registry import FileRegistry
+from backends.file.stamps import Stamps
 from backends.file.threads import MISCONFIGURED, Threads
 from backends.file.watch import Watch
 
@@ -54,10 +62,15 @@ class FileStore:
         self._stamps = Stamps(self._disk)
         self._claims = Claims(self._disk, self._stamps)
         self._threads = Threads(deadline)
-        self._watch = Watch(self._disk, self._claims, self._threads, poll=poll or shared)
+        self._watch = Watch(self._disk, self._claims, self._stamps, self._threads, poll=poll or shared)
         self._registry = FileRegistry(self._disk, self._threads)
         self._shortest_ttl = 4 * 30.0
-        self._upkeep = asyncio.create_task(self._tend())
+        self._spread = random.uniform(0.75, 1.25)
+        self._upkeep = {
+            asyncio.create_task(self._repeat(self._keep, lambda: min(self._walk_every, 1.0))),
+            asyncio.create_task(self._repeat(self._watch.walk, lambda: self._walk_every)),
+            asyncio.create_task(self._repeat(self._registry.sweep, lambda: self._walk_every)),
+        }
 
     @classmethod
     async def open(
@@ -74,7 +87,7 @@ class FileStore:
         try:
             await store._threads.run(lambda _: store._disk.prepare())
             await store.check()
-            await store._threads.run(lambda _: store._stamps.map())
+            await store._threads.run(lambda _: store._stamps.agree())
         except StoreError as error:
             if isinstance(error.__cause__, OSError) and error.__cause__.errno in MISCONFIGURED:
                 await store.aclose()
@@ -116,33 +129,44 @@ class FileStore:
         await self._registry.aclose()
         self._threads.end()
         await self._watch.aclose()
-        self._upkeep.cancel()
-        await asyncio.wait({self._upkeep})
+        for task in self._upkeep:
+            task.cancel()
+        await asyncio.wait(self._upkeep)
         await self._threads.joined()
-        self._stamps.unmap()
+        self._stamps.leave()
 
     def _answer(self, key: str, found: Found) -> Claim:
         self._watch.note(key, found.mark)
         expires_at = self._disk.clock.surely_until(found.expires_ns)
         return Claim(key=key, value=found.value, revision=found.revision, expires_at=expires_at)
 
-    async def _tend(self) -> None:
-        """Keeps the clock and the stamps, and removes the expired and the leftovers."""
+    @property
+    def _walk_every(self) -> float:
+        return min(max(self._shortest_ttl / 4, 0.1), 30.0) * self._spread
+
+    async def _keep(self) -> None:
+        def keep(_: object) -> None:
+            self._disk.keep_time()
+            self._stamps.agree()
+
+        await self._threads.run(keep)
+
+    async def _repeat(self, work: Callable[[], Awaitable[None]], every: Callable[[], float]) -> None:
+        """Upkeep: `work`, with so many seconds between, or ten times as long as it takes. Endless."""
         loop = asyncio.get_running_loop()
-        walked_at = loop.time()
-        spread = random.uniform(0.75, 1.25)
+        took = 0.0
         while True:
-            every = min(max(self._shortest_ttl / 4, 0.1), 30.0) * spread
-            await asyncio.sleep(min(every, 1.0))
+            rest_from = loop.time()
+            while (left := rest_from + max(every(), 10 * took) - loop.time()) > 0:  # noqa: ASYNC110
+                await asyncio.sleep(min(left, every(), 1.0))  # a shorter TTL may come meanwhile
+            began_at = loop.time()
             try:
-                await self._threads.run(lambda _: self._disk.keep_time())
-                await self._threads.run(lambda _: self._stamps.map())
-                if loop.time() >= walked_at + every:
-                    walked_at = loop.time()
-                    await self._watch.walk()
-                    await self._registry.sweep()
+                await work()
             except StoreError as error:
                 # Every call tells its caller the same; here it is enough to try again.
                 log.debug("%s: upkeep: %s", self._disk.root, error)
             except Exception:  # a fault of ours, for the log; without upkeep the folder would grow without bound
                 log.exception("%s: upkeep failed", self._disk.root)
+                took = 0.0
+            else:
+                took = loop.time() - began_at

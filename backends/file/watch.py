@@ -23,27 +23,36 @@ from watchfiles import Change
 
 from backends.base import Deleted, Event, Reset, StoreError, StoreUnavailable
 from backends.fanout import FanOut
-from backends.file.disk import KEY, Claims, Disk
+from backends.file.claims import KEY, Claims
+from backends.file.disk import Disk
+from backends.file.stamps import Stamps
 from backends.file.threads import Threads, tell
 
 log = logging.getLogger(__name__)
 
 PROVEN_EVERY_S = 5.0
 """How often the watch has to show that it is alive; also how long it may be dead unnoticed."""
-_SLICE = 256
+STEP_MS, QUICK_STEP_MS = 100, 10
+"""How often the listener's thread looks for events. Where a close changes stamps, nothing waits for its event."""
+WALKED_WHOLE = 4096
+"""Of more claims than these, a walk beside the kernel's events looks at so many, others each time, and at all names."""
+_SLICE = 128
+_NAMES_SLICE = 2048
 
 
 class Watch:
     """Tells subscribers what goes: one follower for all of them, from the first one's coming to the last one's leaving,
     or until it cannot be shown to be alive."""
 
-    def __init__(self, disk: Disk, claims: Claims, threads: Threads, *, poll: bool) -> None:
+    def __init__(self, disk: Disk, claims: Claims, stamps: Stamps, threads: Threads, *, poll: bool) -> None:
         self._disk = disk
         self._claims = claims
+        self._stamps = stamps
         self._threads = threads
         self._poll = poll
         self._fanout: FanOut[Deleted] = FanOut()
         self._walking = asyncio.Lock()
+        self._walks = 0
         self._warned = False
         # While somebody subscribes: the task that follows, whether it has said Reset, and what it knows.
         self._follower: asyncio.Task[None] | None = None
@@ -71,14 +80,19 @@ class Watch:
         if self._known is not None:
             self._known.note(key, mark)
 
-    async def walk(self) -> None:
-        """Looks at every claim once: removes the expired, and reports what is not there any more."""
+    async def walk(self, *, whole: bool = False) -> None:
+        """Looks whether every claim has still a name, and at claims: all of them, where they are few or `whole`.
+        Removes the expired, and reports what is not there any more."""
         async with self._walking:
             known = self._known or Known()  # nobody listens: it is told to nobody
             known.turn()
-            names = await self._threads.run(lambda _: self._disk.names())
-            for start in range(0, len(names), _SLICE):
-                batch = names[start : start + _SLICE]
+            self._walks += 1
+            looked_at, named = await self._threads.run(lambda _: self._divided(whole))
+            for start in range(0, len(named), _NAMES_SLICE):
+                known.named(named[start : start + _NAMES_SLICE])
+                await asyncio.sleep(0)
+            for start in range(0, len(looked_at), _SLICE):
+                batch = looked_at[start : start + _SLICE]
                 standing = await self._threads.run(lambda _, batch=batch: self._claims.tend(batch))  # type: ignore[misc]
                 self._publish(known.saw(standing))
                 await asyncio.sleep(0.002)  # the threads of the walk must not crowd out the turns
@@ -86,6 +100,23 @@ class Watch:
                 self._publish(keys)
                 await asyncio.sleep(0)
             await self._threads.run(lambda _: self._disk.remove_stale_temps())
+
+    def _divided(self, whole: bool) -> tuple[list[str], list[str]]:
+        """The names to look at in this walk, and the other claims'."""
+        names = self._disk.names()
+        parts = 1 if whole else len(names) // WALKED_WHOLE + 1
+        if parts == 1:
+            return names, []
+        looked_at: list[str] = []
+        named: list[str] = []
+        for number, name in enumerate(names):
+            if number % 512 == 0:
+                time.sleep(0)  # the loop may go on
+            if (hash(name) + self._walks) % parts == 0:
+                looked_at.append(name)
+            elif KEY.fullmatch(name):
+                named.append(name)
+        return looked_at, named
 
     async def aclose(self) -> None:
         self._fanout.end()
@@ -100,7 +131,9 @@ class Watch:
                 self._known = known = Known()
                 if not self._poll:
                     hear = functools.partial(self._hear, known)
-                    with contextlib.closing(Listener(self._disk.claims, self._threads, hear)) as listener:
+                    quick = not self._stamps.shared
+                    listening = Listener(self._disk.claims, self._threads, hear, quick=quick)
+                    with contextlib.closing(listening) as listener:
                         if await self._proven(listener):
                             self._stand()
                             await self._listen(listener, folder)
@@ -110,7 +143,7 @@ class Watch:
                         log.warning(
                             "%s: the kernel reports no file events here: listing the folder instead", self._disk.root
                         )
-                await self.walk()
+                await self.walk(whole=True)
                 self._stand()
                 await self._list_changes(folder)
         except Exception as error:  # whatever it is: subscribers are told, the watch never falls silent
@@ -127,7 +160,7 @@ class Watch:
         self._follower, self._stands, self._known = None, False, None
 
     async def _listen(self, listener: Listener, folder: os.stat_result) -> None:
-        """Returns when the folder has been replaced."""
+        """Returns when the folder has been replaced, or is to be listened to in another way."""
         proven_at = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
@@ -135,6 +168,8 @@ class Watch:
                     await listener.disturbed.wait()
             listener.disturbed.clear()
             if not os.path.samestat(folder, await self._threads.run(lambda _: self._disk.look())):
+                return
+            if listener.quick is self._stamps.shared:
                 return
             if time.monotonic() >= proven_at + PROVEN_EVERY_S or not listener.alive:
                 if not await self._proven(listener):
@@ -151,7 +186,7 @@ class Watch:
             except StoreUnavailable:
                 return False
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.05):
+                async with asyncio.timeout(0.05 if listener.quick else 0.25):
                     await listener.life.wait()
                     return True
         return False
@@ -170,7 +205,7 @@ class Watch:
                 # A change in the same tick of a coarse clock as the one seen would leave the mtime as it is.
                 listed_mtime_ns = now.st_mtime_ns if self._disk.is_settled(now) else -1
                 began_at = time.monotonic()
-                await self.walk()
+                await self.walk(whole=True)  # the only one who tells
                 listed_at = time.monotonic()
                 pause = max(0.25, 4 * (listed_at - began_at))
 
@@ -212,6 +247,11 @@ class Known:
         # A walk that failed has left an old one.
         self._old, self._new = ({**self._old, **self._new} if self._old else self._new), {}
 
+    def named(self, keys: list[str]) -> None:
+        """They have their names still; nobody has looked at them."""
+        for key in keys:
+            self._new[key] = self._old.pop(key, 0) or self._new.get(key, 0)
+
     def saw(self, standing: list[tuple[str, int]]) -> list[str]:
         """`standing`: keys with their marks. Returns those whose known claim has given way to another."""
         gone = []
@@ -234,11 +274,14 @@ class Listener:
 
     `heard` is called in the event loop, with the keys of each batch: those that are gone, and those that were made."""
 
-    def __init__(self, folder: str, threads: Threads, heard: Callable[[list[str], list[str]], None]) -> None:
+    def __init__(
+        self, folder: str, threads: Threads, heard: Callable[[list[str], list[str]], None], *, quick: bool
+    ) -> None:
         self.life = asyncio.Event()
         """Set by any event."""
         self.disturbed = asyncio.Event()
         """Set when something happened to the folder itself, or the thread has ended."""
+        self.quick = quick
         self._folder = folder
         self._heard = heard
         self._loop = asyncio.get_running_loop()
@@ -259,7 +302,7 @@ class Listener:
                 self._folder,
                 watch_filter=None,
                 debounce=50,
-                step=10,
+                step=QUICK_STEP_MS if self.quick else STEP_MS,
                 rust_timeout=1000,
                 stop_event=self._stop,
                 raise_interrupt=False,
@@ -269,20 +312,25 @@ class Listener:
             for changes in batches:
                 if self._stop.is_set():
                     return
-                tell(self._loop, self._hear, changes)
+                self._sort(changes)
         except (OSError, RuntimeError) as error:
             # No such folder, no inotify instance left, or watchfiles' own: `alive` turns False, the follower looks.
             log.debug("%s: the listener ended: %s", self._folder, error)
         finally:
             tell(self._loop, self.disturbed.set)
 
-    def _hear(self, changes: set[tuple[Change, str]]) -> None:
-        self.life.set()
-        keys: dict[Change, list[str]] = {change: [] for change in Change}
+    def _sort(self, changes: set[tuple[Change, str]]) -> None:
+        """In the thread, and told a slice at a time: there may be as many as there are claims."""
+        tell(self._loop, self.life.set)
+        gone: list[str] = []
+        made: list[str] = []
         for change, path in changes:
             name = path.rpartition("/")[2]
             if path == self._folder and change is not Change.modified:
-                self.disturbed.set()
-            elif KEY.fullmatch(name):
-                keys[change].append(name)
-        self._heard(keys[Change.deleted], keys[Change.added])
+                tell(self._loop, self.disturbed.set)
+            elif change is not Change.modified and KEY.fullmatch(name):
+                (gone if change is Change.deleted else made).append(name)
+        for start in range(0, max(len(gone), len(made)), _SLICE):
+            tell(self._loop, self._heard, gone[start : start + _SLICE], made[start : start + _SLICE])
+            if start:
+                time.sleep(0.001)  # between two slices the loop serves turns

@@ -11,7 +11,7 @@ LIBRARIES = [
     Library("openai", "use_openai.py", (CHAT, RESPONSES)),
     Library("anthropic", "use_anthropic.py", (MESSAGES,)),
     Library("langchain", "use_langchain.py", (CHAT, RESPONSES, MESSAGES)),
-    Library("litellm", "use_litellm.py", (CHAT, RESPONSES, MESSAGES)),
+    Library("litellm", "use_litellm.py", (CHAT, RESPONSES, MESSAGES), overloaded=500),
     Library("pydantic-ai", "use_pydantic_ai.py", (CHAT, RESPONSES, MESSAGES)),
     Library("llama-index", "use_llama_index.py", (CHAT,)),
 ]

@@ -184,6 +184,21 @@ async def test_the_admin_api_at_a_port_of_its_own_is_there_alone(routers: Router
     assert "admin-token is not set" not in replica.process.output()
 
 
+async def test_what_holds_for_the_control_plane_holds_at_the_admin_api_s_own_port(routers: Routers) -> None:
+    """HEAD wherever GET is answered, no redirect to whatever is called the host, no error that is not ours."""
+    replica = routers.start("--claims=memory://", "--admin-listen=127.0.0.1:0")
+    _, apart = _urls(replica.process)
+    for path in (*PATHS, "/", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json", "/nothing"):
+        got, head = await ask(apart, "GET", path), await ask(apart, "HEAD", path)
+        assert (head.status, head.get("content-type"), head.body) == (got.status, got.get("content-type"), b""), path
+    for path in ("/health/", "/admin/workers/"):
+        assert (await ask(apart, "GET", path, headers=[("host", "evil.example")])).status == 404
+    described = (await ask(apart, target="/openapi.json")).json
+    answers = [each["responses"] for path in described["paths"].values() for each in path.values()]
+    assert answers
+    assert not any("422" in each for each in answers)
+
+
 async def test_an_admin_port_that_others_can_reach_needs_the_token(routers: Routers) -> None:
     open_one = routers.start("--claims=memory://", "--admin-listen=0.0.0.0:0")
     _, apart = _urls(open_one.process)

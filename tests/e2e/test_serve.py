@@ -34,7 +34,7 @@ class Router:
         self._worker = socket.create_server(("127.0.0.1", 0))
         worker = f"http://127.0.0.1:{self._worker.getsockname()[1]}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port", "0", "--worker", worker, *arguments],
+            [sys.executable, "-m", "app", "serve", "--port=0", "--probe-path=off", "--worker", worker, *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},

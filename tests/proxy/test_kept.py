@@ -15,9 +15,9 @@ from backends.base import StoreUnavailable
 from mocker import cli
 from mocker.server import create_mock
 from mocker.settings import MockSettings
-from tests.support.bench import bench
+from tests.support.bench import SESSION, bench
 from tests.support.http_model import Request
-from tests.support.raw import END, STREAM, Peer, chunk, to_each, until
+from tests.support.raw import END, STREAM, Peer, Worker, answers, chunk, to_each, until
 from tests.support.room import JSON, Room, Rooms, Turn
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
@@ -378,3 +378,16 @@ async def test_a_stream_that_breaks_before_its_id_is_told_as_broken() -> None:
         call = await made.get(path="/v1/responses", body=b"{}")
         assert call.body.startswith(b'data: {"type": ')
         await until(lambda: made.outcomes()["broken"] == 1)
+
+
+@pytest.mark.parametrize("call", ["compact", "input_tokens", "render"])
+async def test_a_call_that_stands_where_an_id_would_goes_with_its_session(call: str) -> None:
+    """And not to one worker after the other, until one knows it."""
+    no = b"HTTP/1.1 404 X\r\ncontent-length: 2\r\n\r\nno"
+    workers = [Worker(answers(no)), Worker(answers(no))]
+    async with bench(*workers) as b:
+        await b.get(SESSION)
+        for _ in range(3):
+            assert (await b.get(SESSION, path=f"/v1/responses/{call}")).status == 404
+        assert sorted(len(worker.requests) for worker in workers) == [0, 4]
+        assert not b.metrics.kept.cells["unknown",]

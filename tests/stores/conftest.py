@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +49,11 @@ across_processes = pytest.mark.parametrize(
 )
 
 
+CAN_PLANT = ("file", "file-listing", "file-many-hosts")
+can_plant = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in CAN_PLANT], ids=str, indirect=True)
+"""Stores where others can write: those whose `plant` and `planted` are below. A store is added in all three."""
+
+
 class MakeStore:
     """`await make_store()` answers one more instance over the same claims (of a memory store: the same object)."""
 
@@ -65,6 +74,24 @@ class MakeStore:
             store = await open_store(self.url)
         self._opened.append(store)
         return store
+
+    async def plant(self, key: str, raw: bytes) -> None:
+        """Somebody writes this where the claim of the key would be."""
+        path = self._path(key)
+        path.write_bytes(raw)
+        os.utime(path, (time.time() + 600,) * 2)
+
+    async def plant_value(self, key: str, value: dict[str, Any]) -> None:
+        """Some version of ours writes a claim of this value."""
+        await self.plant(key, json.dumps({"key": key, "revision": 7, "value": value}).encode())
+
+    async def planted(self, key: str) -> bytes | None:
+        """What stands there now."""
+        path = self._path(key)
+        return path.read_bytes() if path.exists() else None
+
+    def _path(self, key: str) -> Path:
+        return Path(self.url.removeprefix("file://").partition("?")[0]) / "claims" / key
 
     async def many(self, count: int) -> list[ClaimStore]:
         return [await self() for _ in range(count)]

@@ -17,6 +17,7 @@ from backends.base import (
     Claim,
     ClaimLost,
     ClaimStore,
+    ClaimUnreadable,
     ClaimValue,
     CloseOutcome,
     Deleted,
@@ -26,7 +27,7 @@ from backends.base import (
     decode_value,
     encode_value,
 )
-from tests.stores.conftest import Kind, MakeStore, across_processes
+from tests.stores.conftest import Kind, MakeStore, across_processes, can_plant
 from tests.support.claimant import Claimant
 from tests.support.stores import Subscriber, a_key, a_value, eventually, make, until_gone
 
@@ -331,6 +332,93 @@ async def _some_steps(count: int) -> None:
         await asyncio.sleep(0)
     if count >= 10:
         await asyncio.sleep(count / 10_000)
+
+
+GARBAGE = [b"", b'{"worker":"w-1","ra', b"\xff\x00" * 50, b'{"worker":5,"version":2}', b"[]", b" " * 70_000]
+
+
+async def unreadable(store: ClaimStore, key: str) -> Claim:
+    with pytest.raises(ClaimUnreadable) as caught:
+        await store.get(key)
+    return caught.value.claim
+
+
+@can_plant
+class TestWhatCannotBeRead:
+    """One bad record costs only itself, and is left alone."""
+
+    @pytest.mark.parametrize("raw", GARBAGE, ids=["empty", "torn", "no text", "of a later version", "a list", "long"])
+    async def test_every_call_of_its_key_says_so_and_none_touches_it(
+        self, make_store: MakeStore, store: ClaimStore, other: ClaimStore, raw: bytes
+    ) -> None:
+        key, elsewhere = a_key(), await make(store, a_key())
+        await make_store.plant(key, raw)
+        former = Claim(key=key, value=a_value(), revision=5, expires_at=0.0)
+        for each in (store, other):
+            for call in (each.get(key), each.create_or_get(key, a_value(), 600), each.renew(former, 600)):
+                with pytest.raises(ClaimUnreadable) as caught:
+                    await call
+                assert caught.value.claim.key == key
+            assert await each.close(former) is SUPERSEDED
+        assert await make_store.planted(key) == raw
+        await store.check()
+        await other.renew(elsewhere, 700)
+        assert await other.close(elsewhere) is CLOSED
+
+    async def test_an_operator_closes_it_and_the_key_is_free(
+        self, make_store: MakeStore, store: ClaimStore, other: ClaimStore
+    ) -> None:
+        key = a_key()
+        await make_store.plant(key, b"garbage")
+        claim = await unreadable(store, key)
+        assert await other.close(claim) is CLOSED
+        assert await make_store.planted(key) is None
+        assert await store.close(claim) is GONE
+        successor = await make(store, key)
+        assert await other.close(claim) is SUPERSEDED
+        assert await other.close(successor) is CLOSED
+
+    async def test_only_what_was_seen_is_closed(self, make_store: MakeStore, store: ClaimStore) -> None:
+        key = a_key()
+        await make_store.plant(key, b"garbage")
+        claim = await unreadable(store, key)
+        await make_store.plant(key, b"other garbage")
+        assert await store.close(claim) is SUPERSEDED
+        assert await make_store.planted(key) == b"other garbage"
+        assert await store.close(await unreadable(store, key)) is CLOSED
+
+    async def test_the_watch_goes_on_and_the_log_has_it_once(
+        self, make_store: MakeStore, store: ClaimStore, other: ClaimStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        key, claim = a_key(), await make(other, a_key())
+        await make_store.plant(key, b"garbage")
+        async with Subscriber(store) as subscriber:
+            for _ in range(5):
+                await unreadable(store, key)
+                with suppress(ClaimUnreadable):
+                    await store.create_or_get(key, a_value(), 600)
+            await other.close(claim)
+            await subscriber.hears(claim.key)
+            assert key not in subscriber.deleted
+        assert sum(key in record.getMessage() for record in caplog.records) == 1
+        assert await make_store.planted(key) == b"garbage"
+
+    async def test_a_claim_of_a_later_version_is_honoured_and_never_rewritten(
+        self, make_store: MakeStore, store: ClaimStore, other: ClaimStore
+    ) -> None:
+        key = a_key()
+        later = {"worker": "w-9", "rank": 3, "version": 2, "replica": {"name": "r"}, "nonce": ["n"], "phase": "decode"}
+        await make_store.plant_value(key, later)
+        raw = await make_store.planted(key)
+        claim = await store.get(key)
+        assert claim is not None
+        assert (claim.value.worker, claim.value.rank, claim.value.version) == ("w-9", 3, 2)
+        outcome = await other.create_or_get(key, a_value("w-1"), 600)
+        assert (outcome.created, outcome.claim.value.worker) == (False, "w-9")
+        assert (await other.renew(outcome.claim, 900)).revision == claim.revision
+        assert await make_store.planted(key) == raw
+        assert await store.close(claim) is CLOSED
+        assert await make_store.planted(key) is None
 
 
 class TestEvents:

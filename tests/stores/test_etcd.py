@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -22,21 +23,25 @@ from aetcd import rpc
 from backends.base import (
     ClaimLost,
     ClaimOutcome,
+    ClaimUnreadable,
     ClaimValue,
     CloseOutcome,
     Deleted,
     OutcomeUnknown,
     Reset,
     StoreConfigurationError,
+    StoreError,
     StoreUnavailable,
     encode_value,
 )
 from backends.etcd.batches import CREATES_IN_FLIGHT, MAX_BATCH
-from backends.etcd.store import EtcdStore
+from backends.etcd.cluster import AGAIN_MOST
+from backends.etcd.history import History
+from backends.etcd.store import TOLD_S, EtcdStore
 from backends.etcd.url import EtcdUrl
-from backends.etcd.watch import Subscription
+from backends.etcd.watch import UNTOLD_S, Subscription
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
-from tests.support.scripted_etcd import ScriptedEtcd
+from tests.support.scripted_etcd import HoldingProxy, ScriptedEtcd
 from tests.support.tcp import TcpProxy
 
 DEADLINE = 1.0
@@ -98,6 +103,15 @@ async def insist(call: Callable[[], Awaitable[T]], seconds: float = 15) -> T:
             if time.monotonic() > give_up:
                 raise
             await asyncio.sleep(0.02)
+
+
+async def until_true(condition: Callable[[], bool], store: EtcdStore, seconds: float = 10) -> None:
+    """As `until`, with calls under way that may fail."""
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up
+        with contextlib.suppress(StoreUnavailable):
+            await store.get("00")
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -365,7 +379,7 @@ async def test_no_create_is_left_waiting(
 
     await asyncio.gather(*(one_after_another() for _ in range(most + 1)))
     assert not store._batches._waiting
-    assert store._batches._creating == 0
+    assert not store._batches._calls
 
 
 async def test_a_create_alone_goes_as_it_is_and_others_within_etcds_limits(
@@ -375,7 +389,7 @@ async def test_a_create_alone_goes_as_it_is_and_others_within_etcds_limits(
     await asyncio.gather(store.create_or_get("00", value(), 60), store.create_or_get("01", value(), 90))
     sent = recorded(store)
     await store.create_or_get("02", value(), 60)
-    assert [len(request.compare) for request in sent] == [1]
+    assert [len(request.compare) for request in sent] == [2]
     creates = (store.create_or_get(secrets.token_hex(8), value(), 60 + 30 * (n % 2)) for n in range(3 * MAX_BATCH))
     assert all(outcome.created for outcome in await asyncio.gather(*creates))
     nested = [[part.request_txn for part in request.success] for request in sent if not request.compare]
@@ -487,16 +501,19 @@ async def test_where_nested_transactions_are_refused_each_create_has_its_own_cal
     binary: Path, open_store: Open, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
     """An etcd before 3.3, a proxy, or a limit of operations that we do not know."""
-    with EtcdServer(binary, *(["--max-txn-ops=1"] if how == "refused" else [])) as server:
+    with EtcdServer(binary, *(["--max-txn-ops=2"] if how == "refused" else [])) as server:
         store = await open_store(server.url())
         await store.create_or_get("00", value(), 60)
         assert store._batches.together
         txn = store.cluster.endpoints[0].txn
+        header = (await txn(rpc.TxnRequest())).header
 
-        async def dropping(request: Any, **options: Any) -> Any:
-            if request.compare:
-                return await txn(request, **options)
-            return rpc.TxnResponse(succeeded=True, responses=[rpc.ResponseOp() for _ in request.success])
+        async def dropped(request: Any) -> Any:
+            responses = [rpc.ResponseOp() for _ in request.success]
+            return rpc.TxnResponse(succeeded=True, responses=responses, header=header)
+
+        def dropping(request: Any, **options: Any) -> Any:
+            return txn(request, **options) if request.compare else asyncio.ensure_future(dropped(request))
 
         if how == "dropped":
             store.cluster.endpoints[0].txn = dropping
@@ -536,14 +553,77 @@ async def test_a_late_close_spares_the_successor(shared: EtcdServer, open_store:
     assert await store.get("aa") == new
 
 
-async def test_a_value_that_is_no_claim_is_an_error_and_no_crash(shared: EtcdServer, open_store: Open) -> None:
+GARBAGE = {
+    "a0": b"not json",
+    "a1": b"\xff\x00",
+    "a2": b"",
+    "a3": b"[" * 100_000,
+    "a4": b'{"version": 1, "worker": 7, "rank": null}',
+    "a5": b'{"version": 2, "target": {"worker": "w-1"}}',
+    "a6": b'{"version": 2, "worker": "w-1", "rank": [0]}',
+    "a7": b"x" * 1_400_000,
+    "a8": b"y" * 1_400_000,
+    "a9": b"z" * 1_400_000,
+}
+"""By key. Three of the large ones are more than gRPC takes in one answer by default."""
+
+
+async def test_an_unreadable_claim_costs_only_itself(
+    shared: EtcdServer, open_store: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefix = fresh_prefix()
+    store = await open_store(shared.url(prefix), deadline=10.0)
+    await store.create_or_get("00", value(), 60)
+    for key, garbage in GARBAGE.items():
+        put = rpc.PutRequest(key=f"{prefix}/{key}".encode(), value=garbage)
+        await store.cluster.endpoints[0].txn(rpc.TxnRequest(success=[rpc.RequestOp(request_put=put)]))
+    sent = recorded(store)
+    keys = [*GARBAGE, *(f"b{number}" for number in range(9))]
+    results = await asyncio.gather(*(store.create_or_get(key, value(), 60) for key in keys), return_exceptions=True)
+    assert len(sent) < len(keys), "they went together"
+    assert store._batches.together
+    for key, result in zip(keys, results, strict=True):
+        if key not in GARBAGE:
+            assert isinstance(result, ClaimOutcome)
+            assert result.created
+            continue
+        assert isinstance(result, ClaimUnreadable)
+        with pytest.raises(ClaimUnreadable) as caught:
+            await store.get(key)
+        assert caught.value.claim.revision == result.claim.revision > 0
+        with pytest.raises(ClaimUnreadable):
+            await store.renew(caught.value.claim, 60)
+        standing = await store.cluster.endpoints[0].range(rpc.RangeRequest(key=f"{prefix}/{key}".encode()))
+        assert standing.kvs[0].value == GARBAGE[key], "nothing has overwritten it"
+    warned = [record for record in caplog.records if record.name == "coatcheck.store"]
+    assert len(warned) == len(GARBAGE), "once per key"
+    await store.check()
+
+
+async def test_an_unreadable_claim_is_closed_fenced(shared: EtcdServer, open_store: Open) -> None:
     prefix = fresh_prefix()
     store = await open_store(shared.url(prefix))
     shared.ctl("put", f"{prefix}/aa", "not json")
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(ClaimUnreadable) as caught:
         await store.get("aa")
-    with pytest.raises(StoreUnavailable):
-        await store.create_or_get("aa", value(), 60)
+    assert await store.close(caught.value.claim) is CloseOutcome.CLOSED
+    claim = (await store.create_or_get("aa", value(), 60)).claim
+    assert await store.close(caught.value.claim) is CloseOutcome.SUPERSEDED
+    assert await store.get("aa") == claim
+
+
+async def test_a_claim_of_a_later_version_is_honoured_as_far_as_it_can_be_read(
+    shared: EtcdServer, open_store: Open
+) -> None:
+    prefix = fresh_prefix()
+    store = await open_store(shared.url(prefix))
+    later = '{"version": 7, "worker": "w-9", "rank": 3, "replica": {"name": "r"}, "nonce": 5, "generation": "two"}'
+    shared.ctl("put", f"{prefix}/aa", later)
+    for claim in (await store.get("aa"), (await store.create_or_get("aa", value(), 60)).claim):
+        assert claim is not None
+        assert (claim.value.worker, claim.value.rank, claim.value.version) == ("w-9", 3, 7)
+        assert (await store.renew(claim, 60)).revision == claim.revision
+    assert later in shared.ctl("get", f"{prefix}/aa"), "left as it is"
 
 
 async def test_more_claims_than_one_reply_can_carry(shared: EtcdServer, open_store: Open) -> None:
@@ -735,6 +815,151 @@ async def test_a_callers_cancellation_stays_one_and_harms_nobody(server: EtcdSer
     assert (await store.create_or_get("aa", value(), 60)).created
 
 
+# --- single calls that hang, and calls that are executed late
+
+
+async def test_a_call_that_hangs_is_asked_again_within_its_deadline(shared: EtcdServer, open_store: Open) -> None:
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=1.2)
+        await store.create_or_get("00", value(), 60)
+        proxy.hold = lambda method, request: proxy.calls % 7 == 0
+        for turn in range(2):
+            keys = [f"{turn}{number:02d}" for number in range(12)]
+            # One after another, so that they are many calls; and together.
+            with Stopwatch() as took:
+                if turn:
+                    outcomes = await asyncio.gather(*(store.create_or_get(key, value(), 60) for key in keys))
+                else:
+                    outcomes = [await store.create_or_get(key, value(), 60) for key in keys]
+            hung = len(proxy.held)
+            assert all(outcome.created for outcome in outcomes)
+            assert [await store.get(key) for key in keys] == [outcome.claim for outcome in outcomes]
+            assert took.seconds < (0.3 + SLACK / 4) * (hung + 1)
+        assert len(proxy.held) >= 4
+        assert [await store.close(outcome.claim) for outcome in outcomes[:3]] == [CloseOutcome.CLOSED] * 3
+        await store.check()
+        assert not store.cluster._away
+
+
+async def test_calls_that_are_late_all_at_once_are_not_asked_again_all(shared: EtcdServer, open_store: Open) -> None:
+    """Overloaded, etcd or the replica itself would have several times as much to do."""
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=5.0)
+        await store.create_or_get("00", value(), 60)
+        proxy.delay, before = 1.4, proxy.calls
+        results = await asyncio.gather(*(store.get("00") for _ in range(150)))
+        assert None not in results
+        assert 150 < proxy.calls - before <= 150 + AGAIN_MOST
+
+
+async def test_a_slow_etcd_is_not_given_up_for_being_asked_again(shared: EtcdServer, open_store: Open) -> None:
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=2.0)
+        await store.create_or_get("00", value(), 60)
+        proxy.delay = 0.8
+        with Stopwatch() as took:
+            assert (await store.create_or_get("aa", value(), 60)).created
+        assert 0.8 <= took.seconds < 0.8 + SLACK
+
+
+async def test_a_batch_that_hangs_holds_up_no_other(shared: EtcdServer, open_store: Open) -> None:
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=4.0)
+        await store.create_or_get("00", value(), 60)
+        hung: set[bytes] = set()
+
+        def hold(method: str, request: bytes) -> bool:
+            if b"/aa" in request and len(hung) < CREATES_IN_FLIGHT:
+                hung.add(request)
+            return request in hung
+
+        proxy.hold = hold  # whatever is sent first, however often
+        stuck = [asyncio.create_task(store.create_or_get(f"aa{number}", value(), 60)) for number in range(9)]
+        await until(lambda: len(hung) == CREATES_IN_FLIGHT)
+        with Stopwatch() as took:
+            assert (await store.create_or_get("bb", value(), 60)).created
+        assert took.seconds < 1.0 + SLACK
+        proxy.hold = lambda method, request: False
+        assert all(outcome.created for outcome in await asyncio.gather(*stuck))
+
+
+async def test_an_error_says_whether_others_were_answered(server: EtcdServer, open_store: Open) -> None:
+    async with HoldingProxy(server.endpoint) as proxy:
+        store = await open_store(proxy.url(), deadline=0.8)
+        await store.create_or_get("00", value(), 60)
+        proxy.hold = lambda method, request: b"/aa" in request
+
+        async def keep_asking() -> None:
+            while True:
+                await store.get("00")
+                await asyncio.sleep(0.02)
+
+        others = asyncio.create_task(keep_asking())
+        results = await asyncio.gather(store.get("aa"), store.create_or_get("aa", value(), 60), return_exceptions=True)
+        assert [type(result) for result in results] == [StoreUnavailable, OutcomeUnknown]
+        assert all(isinstance(result, StoreError) and result.others_answered for result in results)
+        others.cancel()
+        await asyncio.wait({others})
+        server.pause()
+        reads = (store.get("00") for _ in range(3))
+        creates = (store.create_or_get(f"bb{number}", value(), 60) for number in range(5))
+        for result in await asyncio.gather(*reads, *creates, return_exceptions=True):
+            assert isinstance(result, StoreError)
+            assert not result.others_answered
+        server.resume()
+
+
+@pytest.mark.parametrize("together", [False, True])
+async def test_after_a_check_no_create_that_was_given_up_can_still_happen(
+    shared: EtcdServer, open_store: Open, together: bool
+) -> None:
+    """A frozen etcd executes what it was sent when it goes on."""
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=0.6)
+        await store.create_or_get("00", value(), 60)
+        proxy.hold = lambda method, request: b"/aa" in request
+        keys = [f"aa{number}" for number in range(6 if together else 1)]
+        given_up = [asyncio.create_task(store.create_or_get(key, value("late"), 60)) for key in keys]
+        results = await asyncio.gather(*given_up, return_exceptions=True)
+        assert OutcomeUnknown in map(type, results)
+        proxy.hold = lambda method, request: False
+        under_way = asyncio.create_task(store.create_or_get("bb", value(), 60))
+        await store.check()
+        assert (await under_way).created, "what is not given up is not harmed"
+        await proxy.release()
+        assert [await store.get(key) for key in keys] == [None] * len(keys)
+        for key in keys:
+            assert (await store.create_or_get(key, value("now"), 60)).created
+        # One that had happened before the check is there after it.
+        proxy.hold = lambda method, request: b"/cc" in request
+        mine = value("mine")
+        with pytest.raises(OutcomeUnknown):
+            await store.create_or_get("cc", mine, 60)
+        proxy.hold = lambda method, request: False
+        await proxy.release()
+        await store.check()
+        claim = await store.get("cc")
+        assert claim is not None
+        assert claim.value == mine
+
+
+async def test_a_fence_whose_reply_was_lost_stops_no_create(shared: EtcdServer, open_store: Open) -> None:
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(fresh_prefix()), deadline=0.4)
+        await store.create_or_get("00", value(), 60)
+        proxy.hold = lambda method, request: b"/aa" in request or (b"~fence" in request and b"/aa" not in request)
+        with pytest.raises(OutcomeUnknown):
+            await store.create_or_get("aa", value(), 60)
+        with pytest.raises(StoreUnavailable):
+            await store.check()
+        proxy.hold = lambda method, request: False
+        await proxy.release()
+        outcomes = await asyncio.gather(*(store.create_or_get(f"bb{number}", value(), 60) for number in range(9)))
+        assert all(outcome.created for outcome in outcomes)
+        await store.check()
+        assert (await store.create_or_get("cc", value(), 60)).created
+
+
 # --- a full server
 
 
@@ -860,6 +1085,143 @@ async def test_a_member_cut_off_from_its_cluster_ends_its_watch(cluster: EtcdClu
         await next_event(store.subscribe())
 
 
+# --- an etcd that is not where it was
+
+
+@pytest.mark.parametrize("how", ["wiped", "restored", "another cluster"])
+async def test_a_wiped_or_restored_etcd_is_told_before_anything_is_said_to_be_gone(
+    server: EtcdServer, open_store: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    store = await open_store(server.url())
+    early = (await store.create_or_get("aa", value(), 600)).claim
+    server.kill()
+    shutil.copytree(server.data, tmp_path / "backup")
+    server.restart()
+    await insist(store.check)
+    events = store.subscribe()
+    assert await insist(lambda: next_event(events)) == Reset()
+    late = (await store.create_or_get("bb", value(), 600)).claim
+    for number in range(20):
+        await store.create_or_get(f"c{number}", value(), 600)
+    server.kill()
+    with pytest.raises(StoreUnavailable):
+        await next_event(events)
+    shutil.rmtree(server.data)
+    if how == "restored":
+        shutil.copytree(tmp_path / "backup", server.data)
+    elif how == "another cluster":
+        server.args = (*server.args, "--initial-cluster-token=other")
+    caplog.clear()
+    server.restart()
+    give_up = time.monotonic() + 3
+    while not store.cluster.history.rewinds:
+        assert time.monotonic() < give_up
+        with pytest.raises(StoreUnavailable):  # first because it is not there, then because it is not what it was
+            await store.get("bb")
+    for call in (
+        store.get("bb"),
+        store.renew(late, 600),
+        store.create_or_get("bb", value(), 600),
+        store.check(),
+    ):
+        with pytest.raises(StoreUnavailable, match="not where it was"):
+            await call
+    again = store.subscribe()
+    assert await next_event(again) == Reset(rewound=True)
+    assert await store.get("bb") is None
+    assert await store.get("aa") == (early if how == "restored" else None)
+    assert (await store.create_or_get("bb", value(), 600)).created
+    warned = [record.getMessage() for record in caplog.records if "where it was" in record.getMessage()]
+    assert len(warned) == 1
+    assert ("another cluster" if how == "another cluster" else "went back") in warned[0]
+    # It is told once.
+    await again.aclose()
+    assert await next_event(store.subscribe()) == Reset()
+
+
+async def test_a_rewind_is_not_held_against_the_store_for_ever(server: EtcdServer, open_store: Open) -> None:
+    """A subscriber that does not come back must not keep the claims from others."""
+    store = await open_store(server.url())
+    await store.create_or_get("aa", value(), 600)
+    events = store.subscribe()
+    assert await next_event(events) == Reset()
+    await events.aclose()
+    server.kill()
+    shutil.rmtree(server.data)
+    server.restart()
+    await until_true(lambda: store.cluster.history.rewinds > 0, store)
+    with pytest.raises(StoreUnavailable):
+        await store.get("aa")
+    store.cluster.history.rewound_at -= UNTOLD_S
+    assert await store.get("aa") is None
+
+
+async def test_a_new_leader_a_lagging_and_a_replaced_member_are_no_rewind(binary: Path, open_store: Open) -> None:
+    # It is replaced sooner than etcd likes to see it.
+    with EtcdCluster(binary, "--strict-reconfig-check=false") as cluster:
+        await replace_members(cluster, open_store)
+
+
+async def replace_members(cluster: EtcdCluster, open_store: Open) -> None:
+    stores = [await open_store(url_from(cluster, member), deadline=2.0) for member in cluster.members]
+
+    async def use(rounds: int) -> None:
+        for store in stores * rounds:
+            key = secrets.token_hex(8)
+            await insist(lambda store=store, key=key: store.create_or_get(key, value(), 60))  # type: ignore[misc]
+            for reader in stores:
+                # Whichever member it asks, also one that was not there.
+                reader.cluster._current = secrets.randbelow(3)
+                assert await insist(lambda reader=reader, key=key: reader.get(key)) is not None  # type: ignore[misc]
+
+    await use(3)
+    lagging = cluster.followers()[0]
+    lagging.pause()
+    await use(1)
+    lagging.resume()
+    await use(3)
+    leader = cluster.leader()
+    leader.kill()
+    await use(1)
+    leader.restart(wait=False)
+    await use(3)
+    gone = cluster.followers()[0]
+    left = cluster.leader()
+    member_id = next(
+        line.partition(",")[0] for line in left.ctl("member", "list").splitlines() if gone.peer_url in line
+    )
+    gone.kill()
+    left.ctl("member", "remove", member_id)
+    shutil.rmtree(gone.data)
+    left.ctl("member", "add", gone.name, f"--peer-urls={gone.peer_url}")
+    gone.args = (*gone.args, "--initial-cluster-state=existing")
+    gone.restart()
+    await use(3)
+    assert [store.cluster.history.rewinds for store in stores] == [0, 0, 0]
+
+
+def header(revision: int, cluster_id: int = 1) -> Any:
+    return rpc.ResponseHeader(cluster_id=cluster_id, revision=revision)
+
+
+def test_only_what_was_asked_after_an_answer_tells_that_revisions_run_backwards() -> None:
+    history = History()
+    early = history.mark
+    history.heard(early, header(10))
+    history.heard(early, header(7))  # asked before the 10 was there: it overtook
+    assert history.rewinds == 0
+    overtaken = history.mark
+    history.heard(history.mark, header(10))
+    assert history.rewinds == 0
+    history.heard(history.mark, header(9))
+    assert history.rewinds == 1
+    history.heard(overtaken, header(9))  # on its way when it was noticed
+    history.heard(history.mark, header(9))
+    assert history.rewinds == 1
+    history.heard(history.mark, header(9, cluster_id=2))
+    assert history.rewinds == 2
+
+
 # --- the watch
 
 
@@ -905,6 +1267,40 @@ async def test_deletions_of_every_kind_are_told_in_order(shared: EtcdServer, ope
         await peer.close(closed)
         shared.ctl("del", f"{prefix}/bb")
         assert [(await next_event(events)).key for _ in range(3)] == ["aa", "bb", "cc"]
+
+
+async def test_a_close_returns_when_our_own_watch_has_told_it_or_soon(shared: EtcdServer, open_store: Open) -> None:
+    prefix = fresh_prefix()
+    async with HoldingProxy(shared.endpoint) as proxy:
+        store = await open_store(proxy.url(prefix))
+
+        async def closes() -> float:
+            claim = (await store.create_or_get(secrets.token_hex(8), value(), 60)).claim
+            with Stopwatch() as took:
+                assert await store.close(claim) is CloseOutcome.CLOSED
+            return took.seconds
+
+        async def quickest(count: int = 5) -> float:
+            return min([await closes() for _ in range(count)])
+
+        assert await quickest() < TOLD_S / 2, "nobody is told anything"
+        async with contextlib.aclosing(store.subscribe()) as events:
+            assert await next_event(events) == Reset()
+            assert await quickest() < TOLD_S / 2
+            proxy.watch_delay = 0.03
+            told = 5
+            for _ in range(3):
+                claim = (await store.create_or_get(secrets.token_hex(8), value(), 60)).claim
+                assert await store.close(claim) is CloseOutcome.CLOSED
+                waiting = store._deletions
+                heard = [await next_event(events, 0.01) for _ in range(told + 1)][-1]
+                assert heard.key == claim.key, "it is there when the close returns"
+                told = 0
+                assert not waiting._expected
+            proxy.watch_delay = 1.0
+            assert TOLD_S <= await closes() < TOLD_S + SLACK
+            assert await quickest() < TOLD_S / 2, "a watch that is behind is waited for once"
+        assert await quickest() < TOLD_S / 2
 
 
 async def test_an_event_is_not_lost_with_a_cancelled_wait(shared: EtcdServer, open_store: Open) -> None:
@@ -1221,6 +1617,71 @@ def subprocess_input(server: EtcdServer, *args: str, said: str) -> None:
 
     command = [str(ETCDCTL), f"--endpoints={server.endpoint}", "--user=root:rootpw", *args]
     subprocess.run(command, input=said, text=True, check=True, capture_output=True, timeout=20)
+
+
+# --- operators' hands
+
+
+async def test_what_operators_do_to_etcd_takes_only_what_it_takes(server: EtcdServer, open_store: Open) -> None:
+    store = await open_store(with_login(server), progress_interval=INTERVAL)
+    heard: list[Any] = []
+    failures = 0
+
+    async def listen() -> None:
+        nonlocal failures
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                async for event in store.subscribe():
+                    heard.append(event)  # noqa: PERF401, it is endless
+            failures += 1
+            await asyncio.sleep(0.02)
+
+    listener = asyncio.create_task(listen())
+    await until(lambda: heard == [Reset()])
+    kept = (await store.create_or_get("aa", value(), 600)).claim
+
+    def told(key: str) -> int:
+        return sum(isinstance(event, Deleted) and event.key == key for event in heard)
+
+    async def holds() -> None:
+        """What was there is there; claims are made, closed and told."""
+        assert await store.get("aa") == kept
+        fresh = (await store.create_or_get(secrets.token_hex(8), value(), 600)).claim
+        assert (await store.renew(fresh, 900)).revision == fresh.revision
+        other = (await store.create_or_get(secrets.token_hex(8), value(), 600)).claim
+        resets = heard.count(Reset())
+        assert await store.close(other) is CloseOutcome.CLOSED
+        await until(lambda: told(other.key) > 0 or heard.count(Reset()) > resets)
+        await store.check()
+
+    enable_auth(server)
+    await holds()
+    server.ctl("auth", "disable", user="root:rootpw")
+    await holds()
+    server.ctl("auth", "enable")
+    await holds()
+    server.ctl("auth", "disable", user="root:rootpw")
+    for _ in range(3):
+        revision = server.ctl("get", "x", "--write-out=json").partition('"revision":')[2].partition(",")[0]
+        server.ctl("compact", "--physical", revision)
+        server.ctl("defrag")
+        await holds()
+    server.ctl("del", "coatcheck/~", "--prefix")
+    await holds()
+    assert Reset(rewound=True) not in heard
+    server.ctl("del", "coatcheck/aa")
+    await until(lambda: told("aa") == 1)
+    with pytest.raises(ClaimLost):
+        await store.renew(kept, 600)
+    kept = (await store.create_or_get("aa", value(), 600)).claim
+    for lease in server.ctl("lease", "list").split()[3:]:
+        server.ctl("lease", "revoke", lease)
+    await until(lambda: told("aa") == 2)
+    assert await store.get("aa") is None
+    assert (await store.create_or_get("aa", value(), 600)).created
+    listener.cancel()
+    await asyncio.wait({listener})
+    assert failures <= 4, "a watch is at most begun again when logins change"
 
 
 # --- TLS

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from backends.base import LIFETIME, Claim, ClaimLost, CloseOutcome, Deleted, Reset
+from backends.fanout import Mailbox
 from backends.memory import MemoryStore
 from backends.registry import Removed
 from tests.support.stores import Subscriber, a_key, a_value, make
@@ -146,3 +147,12 @@ async def test_a_kind_that_nobody_watches_and_a_record_that_has_ended_leave_noth
     await watch.aclose()  # type: ignore[attr-defined]
     assert not registry._watchers
     assert not registry._records
+
+
+async def test_a_rewind_is_not_forgotten_for_another_reset() -> None:
+    mailbox: Mailbox[Deleted] = Mailbox(2)
+    for event in (Reset(rewound=True), Reset(), Deleted("aa"), Deleted("bb"), Deleted("cc")):
+        mailbox.put(event)
+    assert [await anext(mailbox) for _ in range(2)] == [Reset(rewound=True), Deleted("cc")]
+    mailbox.put(Reset())
+    assert await anext(mailbox) == Reset()

@@ -149,7 +149,7 @@ class EtcdServer:
         command = [
             str(self.binary),
             f"--name={self.name}",
-            f"--data-dir={self._folder / 'data'}",
+            f"--data-dir={self.data}",
             f"--listen-client-urls={scheme}://{self.endpoint}",
             f"--advertise-client-urls={scheme}://{self.endpoint}",
             f"--listen-peer-urls={self.peer_url}",
@@ -227,6 +227,12 @@ class EtcdServer:
         self.launch()
         if wait:
             self.wait_ready()
+
+    @property
+    def data(self) -> Path:
+        """Its data; copy or remove it while it is killed."""
+        assert self._folder is not None, "never started"
+        return self._folder / "data"
 
     def stop(self) -> None:
         self.kill()

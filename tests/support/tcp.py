@@ -41,7 +41,13 @@ class TcpProxy:
     is TLS and ends here."""
 
     def __init__(
-        self, host: str, port: int, *, listener: socket.socket | None = None, tls: ssl.SSLContext | None = None
+        self,
+        host: str,
+        port: int,
+        *,
+        listener: socket.socket | None = None,
+        tls: ssl.SSLContext | None = None,
+        records: bool = False,
     ) -> None:
         self.host = host
         self.upstream_port = port
@@ -50,6 +56,11 @@ class TcpProxy:
         self._tls = tls
         self.drop_replies = False
         """Requests arrive, answers do not."""
+        self.heard: list[tuple[bytearray, bytearray]] = []
+        """If it `records`: of each connection what has come for `host:port`, and what has come back."""
+        self._records = records
+        self.black_hole = False
+        """Nothing arrives, and new connections are accepted."""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,8 +94,10 @@ class TcpProxy:
         try:
             upstream_reader, upstream_writer = await asyncio.open_connection(self.host, self.upstream_port)
             self._writers |= {writer, upstream_writer}
+            self.heard.append((bytearray(), bytearray()))
+            asked, told = self.heard[-1]
             await asyncio.gather(
-                self._pump(reader, upstream_writer, replies=False), self._pump(upstream_reader, writer, replies=True)
+                self._pump(reader, upstream_writer, asked), self._pump(upstream_reader, writer, told, replies=True)
             )
         except (OSError, asyncio.CancelledError):
             pass  # Either side may go at any time, and so may the test.
@@ -94,9 +107,18 @@ class TcpProxy:
                 self._writers.discard(end)
             self._tasks.discard(task)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, replies: bool) -> None:
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        heard: bytearray,
+        *,
+        replies: bool = False,
+    ) -> None:
         while data := await reader.read(65536):
-            if not (replies and self.drop_replies):
+            if self._records:
+                heard += data
+            if not (self.black_hole or (replies and self.drop_replies)):
                 writer.write(data)
                 await writer.drain()
         with contextlib.suppress(OSError, NotImplementedError):  # TLS has no half that could be closed

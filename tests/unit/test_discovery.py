@@ -15,6 +15,7 @@ import pytest
 from app.errors import TurnError
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import MARKS, OperatorMark
+from app.fleet.discovery.operators import Operators
 from app.fleet.discovery.records import WORKERS, RegistrySource, WorkerRecord, check_reachable, encode_record, this_host
 from app.fleet.discovery.source import Said, Source, Trouble, View
 from app.fleet.health import Tolerance
@@ -71,8 +72,12 @@ class Setting:
             grace=GRACE,
             gone=self.gone.append,
             clock=loop.time,
-            wall=lambda: loop.time() + self.wall_offset,
+            wall=self.wall,
         )
+        self.operators = Operators(self.fleet, self.discovery, wall=self.wall)
+
+    def wall(self) -> float:
+        return asyncio.get_running_loop().time() + self.wall_offset
 
     @property
     def names(self) -> list[str]:
@@ -153,6 +158,9 @@ async def test_one_that_is_named_again_within_the_grace_is_the_same() -> None:
         assert s.worker("b") is worker
         assert worker.known
         assert s.candidates == ["a", "b"]
+        source.names(A)
+        await asyncio.sleep(GRACE - 1)
+        assert s.worker("b") is worker  # each time it has all of the grace
         assert s.gone == []
 
 
@@ -284,7 +292,7 @@ async def test_marks_are_obeyed_by_all_replicas_and_outlive_them() -> None:
     store = MemoryStore(clock=asyncio.get_running_loop().time)
     async with listening(named=(A, B), registry=store.registry) as s1:
         async with listening(named=(A, B), registry=store.registry) as s2:
-            await s1.discovery.mark("a", "cordoned", by="me")
+            await s1.operators.mark("a", "cordoned", by="me")
             assert s1.candidates == ["b"]
             await settle()
             assert s2.candidates == ["b"]
@@ -294,7 +302,7 @@ async def test_marks_are_obeyed_by_all_replicas_and_outlive_them() -> None:
             assert (mark.by, mark.state) == ("me", "cordoned")
         async with listening(named=(A, B), registry=store.registry) as s3:
             assert s3.candidates == ["b"]
-            await s3.discovery.mark("a", "none", by="you")
+            await s3.operators.mark("a", "none", by="you")
             await settle()
             assert s1.candidates == s3.candidates == ["a", "b"]
             assert await store.registry.list(MARKS) == {}
@@ -305,14 +313,14 @@ async def test_marks_are_obeyed_by_all_replicas_and_outlive_them() -> None:
 async def test_a_drain_with_a_deadline_ends_there_and_one_without_does_not() -> None:
     store = MemoryStore(clock=asyncio.get_running_loop().time)
     async with listening(named=(A, B, C), registry=store.registry) as s:
-        await s.discovery.mark("a", "draining", by="me", deadline=60)
-        await s.discovery.mark("b", "draining", by="me")
+        await s.operators.mark("a", "draining", by="me", deadline=60)
+        await s.operators.mark("b", "draining", by="me")
         await asyncio.sleep(59)
         assert (s.names, s.candidates) == (["a", "b", "c"], ["c"])
         await asyncio.sleep(2)
         assert s.names == ["b", "c"]
-        assert [each.name for each in s.discovery.absent()] == ["a"]
-        await s.discovery.mark("a", "none", by="me")
+        assert [each.name for each in s.operators.absent()] == ["a"]
+        await s.operators.mark("a", "none", by="me")
         assert s.candidates == ["a", "c"]
     await store.aclose()
 
@@ -324,24 +332,24 @@ async def test_operators_add_and_remove_at_once() -> None:
         listening(named=(A,), registry=store.registry) as s1,
         listening(named=(A,), registry=store.registry) as s2,
     ):
-        await s1.discovery.add(worker_spec(B), by="me")
+        await s1.operators.add(worker_spec(B), by="me")
         await settle()
         assert s1.candidates == s2.candidates == ["a", "b"]
         assert s2.discovery.source_of("b") == "operator"
-        await s2.discovery.mark("b", "cordoned", by="me")
+        await s2.operators.mark("b", "cordoned", by="me")
         await settle()
         assert s1.candidates == ["a"]
-        await s2.discovery.mark("b", "removed", by="me")
-        await s2.discovery.mark("a", "removed", by="me")
+        await s2.operators.mark("b", "removed", by="me")
+        await s2.operators.mark("a", "removed", by="me")
         await settle()
         assert s1.names == s2.names == []
         assert sorted(s1.gone) == ["a", "b"]
-        await s1.discovery.mark("a", "none", by="me")
-        await s1.discovery.add(worker_spec(B), by="me")
+        await s1.operators.mark("a", "none", by="me")
+        await s1.operators.add(worker_spec(B), by="me")
         await settle()
         assert s1.candidates == s2.candidates == ["a", "b"]
         with pytest.raises(TurnError, match="nobody here knows"):
-            await s1.discovery.mark("nobody", "cordoned", by="me")
+            await s1.operators.mark("nobody", "cordoned", by="me")
     await store.aclose()
 
 
@@ -364,7 +372,7 @@ def test_an_operators_word_that_is_not_told_is_not_done_silently() -> None:
         async with listening(named=(A, B), registry=store.registry) as s:
             await store.aclose()
             with pytest.raises(TurnError, match="registry cannot be reached"):
-                await s.discovery.mark("a", "cordoned", by="me")
+                await s.operators.mark("a", "cordoned", by="me")
             assert s.candidates == ["a", "b"]
 
     check()

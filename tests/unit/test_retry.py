@@ -18,7 +18,7 @@ from app.http.worker import (
     NameUnknown,
     StaleConnection,
 )
-from app.turn.retry import Next, Sent, after, error_of
+from app.turn.retry import Next, Sent, after, after_busy, error_of
 
 NOTHING = Sent()
 EVERY_SENT = [Sent(*each) for each in itertools.product((False, True), repeat=4)]
@@ -51,11 +51,17 @@ def test_what_follows(failure: type[AttemptFailed], sent: Sent, then: Next) -> N
     assert after(failure("x"), sent) is then
 
 
+@pytest.mark.parametrize("sent", EVERY_SENT)
+def test_a_503_is_left_only_by_turns_that_may_go_anywhere(sent: Sent) -> None:
+    assert after_busy(sent) is (Next.ELSEWHERE_IF_ANY if sent.free and not sent.once else Next.FAIL)
+
+
 def test_the_table_knows_every_failure() -> None:
     def kinds(kind: type[AttemptFailed]) -> set[type[AttemptFailed]]:
         return {kind}.union(*map(kinds, kind.__subclasses__()))
 
-    assert {row[0] for row in ROWS} == kinds(AttemptFailed) - {AttemptFailed}
+    at_workers = {kind for kind in kinds(AttemptFailed) if kind.__module__ == "app.http.worker"}
+    assert {row[0] for row in ROWS} == at_workers - {AttemptFailed}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ that has lasted for the grace; one that is named again before is the same as eve
 address, or with another incarnation, it is another one that has nothing in its cache: its sessions go there, and what
 was known of the old one is not believed of it.
 
-What decides is `_apply`, which awaits nothing; the rest listens.
+What decides is `apply`, which awaits nothing; the rest listens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from app.errors import TurnError
 from app.fleet.discovery.listening import Listener, Told
-from app.fleet.discovery.marks import Marks, OperatorMark, State
+from app.fleet.discovery.marks import Marks, OperatorMark
 from app.fleet.discovery.source import Source
 from app.fleet.workers import Fleet, Mark, Worker, WorkerSpec
-from backends.base import StoreError
 from backends.registry import Registry
 
 log = logging.getLogger("coatcheck.fleet")
@@ -35,14 +33,6 @@ _LONGEST_WAIT = 3600.0
 """Seconds until deadlines are looked at again at the latest: the wall clock may be set."""
 SETTINGS_LABEL = "--worker"
 OPERATOR_LABEL = "operator"
-
-
-class Absent(msgspec.Struct, frozen=True):
-    """A worker that is named and not in the fleet, by an operator's word."""
-
-    name: str
-    url: str
-    mark: OperatorMark
 
 
 class Discovery:
@@ -66,7 +56,7 @@ class Discovery:
         self._fleet, self._make, self._named, self._grace = fleet, make, tuple(named), grace
         self._changed, self._gone, self._clock, self._wall = changed, gone, clock, wall
         self._told = Told()
-        self.sources = Listener(self._apply, self._told)
+        self.sources = Listener(self.apply, self._told)
         self.marks: Marks | None = None
         """The operators' word; None: there is no registry to read it from."""
         self._left_at: dict[str, float] = {}
@@ -74,7 +64,7 @@ class Discovery:
         self._timer: asyncio.TimerHandle | None = None
         self._runs = False
         """Turns are taken; before, whoever comes has been there before us."""
-        self._apply()
+        self.apply()
 
     # -- life
 
@@ -83,7 +73,7 @@ class Discovery:
         after a moment without: a replica that took turns before it knows its workers would take those that it has not
         heard of for gone."""
         if registry is not None:
-            self.marks = Marks(registry, self._apply, self._told)
+            self.marks = Marks(registry, self.apply, self._told)
             self.marks.begin()
         self.sources.begin(sources)
         self._fleet.look = self.sources.look
@@ -111,15 +101,15 @@ class Discovery:
         self._named = tuple(named)
         await self.sources.keep(labels)
         self.sources.begin(sources)
-        self._apply()
+        self.apply()
 
     # -- deciding
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
         """Make the fleet so."""
         now, wall = self._clock(), self._wall()
         before = {worker.name: worker for worker in self._fleet}
-        wanted = self._wanted()
+        wanted = self.wanted()
         marks = self.marks.by_name if self.marks is not None else {}
         due: list[float] = []
         for name, spec in wanted.items():
@@ -147,17 +137,20 @@ class Discovery:
         if before != {worker.name: worker for worker in self._fleet}:
             self._changed()
 
-    def _wanted(self) -> dict[str, WorkerSpec]:
-        """All that are named, each once, by name."""
-        views: list[tuple[str, Iterable[WorkerSpec]]] = [(SETTINGS_LABEL, self._named)]
-        views += self.sources.named()
+    def views(self) -> list[tuple[str, Iterable[WorkerSpec]]]:
+        """What each says, in the order in which they decide."""
+        views: list[tuple[str, Iterable[WorkerSpec]]] = [(SETTINGS_LABEL, self._named), *self.sources.named()]
         if self.marks is not None:
             added = [mark.spec(name) for name, mark in self.marks.by_name.items()]
             views.append((OPERATOR_LABEL, [spec for spec in added if spec is not None]))
+        return views
+
+    def wanted(self) -> dict[str, WorkerSpec]:
+        """All that are named, each once, by name."""
         wanted: dict[str, WorkerSpec] = {}
         urls: dict[str, str] = {}
         odd: list[str] = []
-        for label, specs in views:
+        for label, specs in self.views():
             for spec in specs:
                 same = wanted.get(spec.name)
                 known_as = urls.get(spec.url)
@@ -188,9 +181,7 @@ class Discovery:
         if mark is not None and mark.state in ("cordoned", "draining"):
             said, why = mark.state, f"by {mark.by}"
         if said != worker.mark:
-            log.warning(
-                "worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why if said != "none" else "ended"
-            )
+            log.warning("worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why)
             worker.mark = said
 
     def _come(self, spec: WorkerSpec, old: Worker | None) -> Worker:
@@ -234,51 +225,7 @@ class Discovery:
             self._timer = None
         if due:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(min(min(due) + 0.001, _LONGEST_WAIT), self._apply)
-
-    # -- operators
-
-    async def mark(self, name: str, state: State, *, by: str, deadline: float = 0.0) -> OperatorMark:
-        """An operator's word on a worker, for all replicas; obeyed here at once. `deadline`: seconds from now until a
-        draining worker's sessions move; 0: they stay. Raises TurnError `unknown_worker`, `store_unavailable`."""
-        marks = self._known_marks()
-        wall = self._wall()
-        standing = marks.by_name.get(name)
-        elsewhere = self._named_elsewhere(name)
-        if standing is None and not elsewhere and self._fleet.worker(name) is None:
-            raise TurnError("unknown_worker", f"nobody here knows a worker called {name}", param="name")
-        url, ranks = (standing.url, standing.ranks) if standing is not None else ("", 0)
-        until = wall + deadline if state == "draining" and deadline else 0.0
-        mark = OperatorMark(state=state, by=by, at=wall, deadline=until, url=url, ranks=ranks)
-        await self._put(marks, name, mark)
-        log.warning("worker %s: %s says %s", name, by, state if state != "none" else "it is in use again")
-        self._apply()
-        return mark
-
-    async def add(self, spec: WorkerSpec, *, by: str) -> OperatorMark:
-        """An operator names a worker, for all replicas; a removal of it ends. Raises TurnError
-        `store_unavailable`."""
-        marks = self._known_marks()
-        mark = OperatorMark(state="none", by=by, at=self._wall(), url=spec.url, ranks=spec.ranks)
-        await self._put(marks, spec.name, mark)
-        log.warning("worker %s: %s adds it, at %s", spec.name, by, spec.url)
-        self._apply()
-        return mark
-
-    def _known_marks(self) -> Marks:
-        if self.marks is None:
-            raise TurnError("store_unavailable", "there is no registry to write it into")
-        return self.marks
-
-    async def _put(self, marks: Marks, name: str, mark: OperatorMark) -> None:
-        try:
-            await marks.put(name, mark, named_elsewhere=self._named_elsewhere(name))
-        except StoreError as error:
-            why = f"the registry cannot be reached, so not all replicas were told ({error})"
-            raise TurnError("store_unavailable", why) from error
-
-    def _named_elsewhere(self, name: str) -> bool:
-        return self.source_of(name) not in ("", OPERATOR_LABEL)
+            self._timer = loop.call_later(min(min(due) + 0.001, _LONGEST_WAIT), self.apply)
 
     # -- looking
 
@@ -287,24 +234,14 @@ class Discovery:
 
     def source_of(self, name: str) -> str:
         """The label of who names the worker; empty: nobody does any more."""
-        for label, specs in ((SETTINGS_LABEL, self._named), *self.sources.named()):
-            if any(spec.name == name for spec in specs):
-                return label
-        mark = self.mark_of(name)
-        return OPERATOR_LABEL if mark is not None and mark.url else ""
+        return next((label for label, specs in self.views() if any(spec.name == name for spec in specs)), "")
+
+    def overview(self) -> list[tuple[str, int, str]]:
+        """Of the settings and each source: its label, how many workers it names, its trouble (empty: none)."""
+        found = [(each.source.label, len(each.view.workers), each.trouble) for each in self.sources]
+        return [(SETTINGS_LABEL, len(self._named), ""), *found]
 
     def seconds_left(self, worker: Worker) -> float | None:
         """Until a leaving worker is gone; None: it is not leaving."""
         since = self._left_at.get(worker.name)
         return None if since is None else max(0.0, since + self._grace - self._clock())
-
-    def absent(self) -> list[Absent]:
-        """The workers that an operator's word keeps out of the fleet."""
-        if self.marks is None:
-            return []
-        wanted = self._wanted()
-        return [
-            Absent(name, wanted[name].url if name in wanted else mark.url, mark)
-            for name, mark in self.marks.by_name.items()
-            if mark.state != "none" and self._fleet.worker(name) is None
-        ]

@@ -10,13 +10,6 @@ import litellm
 from seen import Place, main
 
 litellm.telemetry = False
-# Else it asks for a whole response and cuts that into pieces, as it does with every model that it does not know.
-litellm.register_model(
-    {
-        f"openai/{model}": {"litellm_provider": "openai", "mode": "responses", "supports_native_streaming": True}
-        for model in ("mock-model", "refuse", "cut")
-    }
-)
 
 
 class Completion:
@@ -63,6 +56,10 @@ class Responses:
     """`litellm.responses`."""
 
     def __init__(self, place: Place) -> None:
+        # Else it asks for a whole response and cuts that into pieces, as it does with every model that it does not
+        # know. Not for all: `litellm.completion` of a model of this mode asks for responses too.
+        known = {"litellm_provider": "openai", "mode": "responses", "supports_native_streaming": True}
+        litellm.register_model({f"openai/{place.model}": known})
         self.options: dict[str, Any] = {
             "model": f"openai/{place.model}",
             "api_base": f"{place.url}/v1",

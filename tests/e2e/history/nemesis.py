@@ -153,14 +153,16 @@ class Nemesis:
     async def _garble_files(self, rng: random.Random) -> None:
         for session in self._some_sessions(rng, 6):
             fault = Fault(kind="claim-garbled", target=session, start=time.time())
+            claim = self._deployment.claim_file(session)
+            written = self._deployment.claims / f"garbled-{secrets.token_hex(4)}"
             try:
-                with self._deployment.claim_file(session).open("r+b", buffering=0) as file:
-                    expires_ns = os.fstat(file.fileno()).st_mtime_ns
-                    file.write(rng.choice([b"", b"{", b"\0\0\0", b'{"key": 1}']))
-                    file.truncate(file.tell())
-                    if rng.random() < 0.5:
-                        os.utime(file.fileno(), ns=(expires_ns, expires_ns))  # looks as young as it was
-            except FileNotFoundError:
+                expires = claim.lstat().st_mtime
+                written.write_bytes(rng.choice([b"", b"{", b"\0\0\0", b'{"key": 1}']))
+                if rng.random() < 0.5:
+                    os.utime(written, (expires, expires))  # looks as young as it was
+                written.rename(claim)
+            except OSError:  # there is no claim, or the disk is full
+                written.unlink(missing_ok=True)
                 continue
             fault.end = time.time()
             self.faults.append(fault)
@@ -175,23 +177,20 @@ class Nemesis:
                 except BlockingIOError:
                     continue
                 try:
-                    record = json.loads(claim.read_bytes())
-                    expires_ns = claim.stat().st_mtime_ns
-                except (FileNotFoundError, ValueError):
+                    record = json.loads(os.readlink(claim))
+                    record["expires"] = max(record["expires"], claim.lstat().st_mtime_ns)
+                except (OSError, ValueError):  # there is none, or it was garbled
                     continue
-                if expires_ns < time.time_ns():
+                if record["expires"] < time.time_ns():
                     continue
                 others = [w.name for w in self._deployment.workers if w.name != record["value"]["worker"]]
                 record["value"] |= {"worker": rng.choice(others), "nonce": secrets.token_hex(12)}
                 record["revision"] = secrets.randbits(62) + 1
                 written = self._deployment.claims / f"by-hand-{secrets.token_hex(4)}"
                 try:
-                    written.write_text(json.dumps(record))
+                    written.symlink_to(json.dumps(record))
                 except OSError:
-                    written.unlink(missing_ok=True)
                     continue  # the disk is full
-                mark_ns = expires_ns - expires_ns % 1_000_000 + record["revision"] % 1_000_000
-                os.utime(written, ns=(mark_ns, mark_ns))
                 start = time.time()
                 written.rename(claim)
             self.faults.append(

@@ -512,9 +512,9 @@ def _register_gauges(app: Router) -> None:
     )
     metrics.gauges(
         "coatcheck_worker_models",
-        "Models that a worker lists; of one whose list is not known nothing is told.",
+        "Models that a worker lists; 0: none, or its list is not known.",
         "worker",
-        lambda: ((w.name, len(models)) for w in app.fleet if (models := app.catalog.models_of(w.name)) is not None),
+        lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
     )
     metrics.gauges(
         "coatcheck_worker_sessions",

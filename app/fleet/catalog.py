@@ -61,6 +61,7 @@ _KEPT_FOR = 86_400.0
 """Seconds that the list of a worker is remembered which has left."""
 _PRUNE_EVERY = 600.0
 _MOST_NAMES_TOLD = 8
+_LONGEST_TOLD = 200
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -218,7 +219,7 @@ class Catalog:
             raise TurnError("no_worker", f"no worker that serves the model {_shown(model)} is here")
         if self._open:
             return self._open
-        raise TurnError("model_not_found", f"The model {_shown(model)} does not exist.", param="model")
+        raise TurnError("model_not_found", f"The model `{_short(model)}` does not exist.", param="model")
 
     async def _look_for(self, model: str) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -518,4 +519,8 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _shown(model: str) -> str:
-    return repr(model if len(model) <= 200 else model[:200] + "...")
+    return repr(_short(model))
+
+
+def _short(model: str) -> str:
+    return model if len(model) <= _LONGEST_TOLD else model[:_LONGEST_TOLD] + "..."

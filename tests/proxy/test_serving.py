@@ -90,7 +90,7 @@ async def test_what_nobody_serves_is_told_in_the_words_of_the_api(rooms: Rooms) 
             turn = await ask(room, "never", at=at)
             error = turn.json["error"]
             assert (turn.status, error["code"], error["param"]) == (404, "model_not_found", "model")
-            assert (error["type"], error["message"]) == ("invalid_request_error", "The model 'never' does not exist.")
+            assert (error["type"], error["message"]) == ("invalid_request_error", "The model `never` does not exist.")
             turn = await ask(room, "never", at=at, path=MESSAGES)
             assert (turn.status, turn.json["error"]["type"]) == (404, "not_found_error")
         began = time.monotonic()

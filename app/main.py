@@ -18,6 +18,7 @@ from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
 from app.fleet.discovery.records import RegistrySource, this_host
@@ -42,6 +43,7 @@ from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
 from app.turn.request import Reading, worker_key_line
@@ -110,6 +112,7 @@ class Router(ControlPlane):
     discovery: Discovery
     prober: Prober
     fleet: Fleet
+    catalog: Catalog
     metrics: Metrics
     admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
@@ -144,6 +147,7 @@ class Router(ControlPlane):
             has_ranks=self.has_ranks(),
             body_limit=settings.limits.max_body_bytes,
             judges_hints=settings.sessions.hints == "follow",
+            aliases=parse_aliases(settings.workers.model_alias),
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
@@ -203,7 +207,17 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         token=door.token,
     )
 
+    lists = ModelLists(fleet, tls)
+    catalog = Catalog(
+        fleet,
+        lists,
+        lambda: [(b"authorization", b"Bearer " + app.reading.worker_key)] if app.reading.worker_key else [],
+        interval=settings.workers.models_interval,
+        strict=settings.workers.unknown_models == "refuse",
+    )
+
     def fleet_changed() -> None:
+        catalog.fleet_changed()
         if app.claims is not None and app.reading.has_ranks != app.has_ranks():
             app.read_anew()
 
@@ -243,6 +257,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                         affinity=app.affinity,
                         hasher=hasher,
                         metrics=metrics,
+                        catalog=catalog,
                         admins=admins_of_turns,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
@@ -272,7 +287,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
             app.affinity.start()
             app.prober = prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
-            await prober.start()
+            stack.push_async_callback(catalog.aclose)
+            await asyncio.gather(prober.start(), catalog.start(claims.registry))
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
             stack.callback(peers.close)
@@ -285,6 +301,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
     app = Router("coatcheck", lifespan=lifespan)
     app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
     app.keys, app.hasher = keys, hasher
+    app.catalog = catalog
     app.discovery = Discovery(
         fleet,
         worker_maker(lambda: app.settings, tls),
@@ -294,7 +311,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         gone=metrics.forget_worker,
     )
     app.read_anew()
-    models = Models(ModelLists(fleet, tls), lambda: app.reading)
+    models = Models(lists, catalog, lambda: app.reading)
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
@@ -306,6 +323,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
             metrics=metrics,
             draining=lambda: app.draining,
             models=models,
+            changed=catalog.look,
             management=Management(
                 fleet,
                 tls,
@@ -319,6 +337,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         app.admin_side,
         fleet=fleet,
         discovery=app.discovery,
+        catalog=catalog,
         operators=Operators(fleet, app.discovery),
         affinity=lambda: app.affinity,
         hasher=hasher,
@@ -496,6 +515,12 @@ def _register_gauges(app: Router) -> None:
         "1 for the state that a worker is in.",
         ("worker", "state"),
         lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
+    )
+    metrics.gauges(
+        "coatcheck_worker_models",
+        "Models that a worker lists; 0: none, or its list is not known.",
+        "worker",
+        lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
     )
     metrics.gauges(
         "coatcheck_worker_sessions",

@@ -238,14 +238,19 @@ class Fleet:
         if len(self._strangers) > _STRANGERS:
             del self._strangers[next(iter(self._strangers))]
 
-    def candidates(self, excluded: frozenset[str] = frozenset(), *, trials: bool = True) -> list[Target]:
-        """The targets that may serve a new session, or a turn without one: those of workers that are up; of suspected
-        ones too when most are; of one that is due to be tried (`trials`), which has the least load of all. When nobody
-        is up or suspected, all that are not cordoned or gone: trying beats refusing. A policy picks by `load`."""
+    def candidates(
+        self, excluded: frozenset[str] = frozenset(), among: frozenset[str] | None = None, *, trials: bool = True
+    ) -> list[Target]:
+        """The targets that may serve a new session, or a turn without one, of the workers named in `among` (None: of
+        all): those of workers that are up; of suspected ones too when most are; of one that is due to be tried
+        (`trials`), which has the least load of all. When nobody is up or suspected, all that are not cordoned or gone:
+        trying beats refusing. A policy picks by `load`."""
         up: list[Worker] = []
         suspected: list[Worker] = []
         others: list[Worker] = []
         for worker in self._workers.values():
+            if among is not None and worker.name not in among:
+                continue
             if worker.known and worker.mark == "none" and worker.name not in excluded:
                 state = worker.health.state
                 sound = up if state is State.UP else suspected if state is State.SUSPECT else others
@@ -268,9 +273,13 @@ class Fleet:
             targets += self._trial.targets
         return targets
 
-    def has_other(self, lost: frozenset[str]) -> bool:
-        """Whether there is a worker beside those in `lost` that is known to be there."""
-        return any(worker.available for worker in self._workers.values() if worker.name not in lost)
+    def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None) -> bool:
+        """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there."""
+        return any(
+            worker.available
+            for worker in self._workers.values()
+            if worker.name not in lost and (among is None or worker.name in among)
+        )
 
     def note_placed(self, target: Target) -> None:
         """It is given something that could have gone elsewhere; equals take turns by that."""

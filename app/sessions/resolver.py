@@ -80,6 +80,8 @@ class Placement(msgspec.Struct, frozen=True):
     """Only a claim that stands will do, else this is raised."""
     kept: bool = False
     """It is no session but something that a worker keeps, which nobody can move."""
+    among: frozenset[str] | None = None
+    """The names of the workers that will do; None: all."""
 
 
 ANYWHERE = Placement()
@@ -195,7 +197,8 @@ class Resolver:
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where. `known`:
         the session as it was until now."""
-        elsewhere = Placement(tuple(target for target in placement.candidates if target.worker.name not in lost))
+        hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
+        elsewhere = Placement(hinted, among=placement.among)
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -256,7 +259,7 @@ class Resolver:
         meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
         if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
             return None
-        target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset(), trials=False))
+        target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset(), placement, trials=False))
         if self._meant(claim) is target:
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
@@ -394,6 +397,8 @@ class Resolver:
         at = placement.candidates
         if not at and known is not None and known.alone is not None and known.target.worker.known:
             at = (known.target,)  # what was served is the truth
+        elif not at and placement.among is not None:
+            at = tuple(self._candidates(lost, placement, trials=False))
         found = await self._peers.find(
             Ask(
                 "bind",
@@ -450,7 +455,7 @@ class Resolver:
 
     def _guess(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
         """Where a session is served of which nobody knows: the same on every replica that sees the same workers."""
-        return rendezvous(key, placement.candidates or self._candidates(lost, trials=False))
+        return rendezvous(key, placement.candidates or self._candidates(lost, placement, trials=False))
 
     def told_of_move(self, key: str, target: Target, lost: frozenset[str]) -> None:
         """Another replica has moved the session off the lost workers, and could not tell the store."""
@@ -480,12 +485,12 @@ class Resolver:
         gets without it."""
         if placement.candidates:
             return least_loaded(placement.candidates), "hint", ""
-        candidates, parent = self._candidates(lost), ""
+        candidates, parent = self._candidates(lost, placement), ""
         if key and self._claims.suspected:
-            return rendezvous(key, self._candidates(lost, trials=False)), "policy", ""
+            return rendezvous(key, self._candidates(lost, placement, trials=False)), "policy", ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
-            candidates = self._candidates(lost)  # as they are now
+            candidates = self._candidates(lost, placement)  # as they are now
             if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
@@ -493,7 +498,7 @@ class Resolver:
 
     def guess(self, key: str) -> Target:
         """Where the session would be served without the store. Only looks. Raises TurnError."""
-        return rendezvous(key, self._candidates(frozenset(), trials=False))
+        return rendezvous(key, self._candidates(frozenset(), ANYWHERE, trials=False))
 
     async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
         target, _, parent = await self.choose(placement, lost, key)
@@ -512,8 +517,8 @@ class Resolver:
             return None
         return None if claim is None else self._meant(claim)
 
-    def _candidates(self, lost: frozenset[str], *, trials: bool = True) -> list[Target]:
-        candidates = self._fleet.candidates(lost, trials=trials)
+    def _candidates(self, lost: frozenset[str], placement: Placement, *, trials: bool = True) -> list[Target]:
+        candidates = self._fleet.candidates(lost, placement.among, trials=trials)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

@@ -75,7 +75,7 @@ class Management:
         sent += [*self._credentials(noted), (b"x-request-id", request_id)]
         asked = Asked(target, sent, request.method, await request.body())
         log.info("%s %s goes to %s", asked.method, path, ", ".join(worker.name for worker in workers))
-        async with asking_client(self._fleet, self._tls) as client:
+        async with asking_client(self._tls) as client:
             answers = await asyncio.gather(
                 *(ask(client, worker, asked, seconds=self._seconds, size=_ANSWER_BYTES) for worker in workers),
                 return_exceptions=True,

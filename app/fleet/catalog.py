@@ -165,7 +165,7 @@ class Catalog:
     @staticmethod
     def off(fleet: Fleet) -> Catalog:
         """One that knows nothing and asks nobody."""
-        return Catalog(fleet, ModelLists(fleet, ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)), list, interval=0)
+        return Catalog(fleet, ModelLists(fleet, ssl.create_default_context), list, interval=0)
 
     # -- life
 

@@ -79,7 +79,7 @@ class ModelLists:
         # When all were late, asking beats refusing.
         prompt = [each for each in workers if now >= self._late_until.get(each.name, now)] or workers
         asked = Asked(b"/v1/models", headers)
-        async with asking_client(self._fleet, self._tls) as client:
+        async with asking_client(self._tls) as client:
             answers = await asyncio.gather(
                 *(ask(client, each, asked, seconds=_WITHIN, size=_LIST_BYTES) for each in prompt),
                 return_exceptions=True,

@@ -169,7 +169,7 @@ def add_admin(
     @routes.post(
         "/workers/{name:path}/{word}",
         summary="An operator's word on a worker, for all replicas: cordon, uncordon, drain, remove",
-        responses=documented("unknown_worker", *_OF_A_MARK),
+        responses=documented("unknown_worker", "not_found", *_OF_A_MARK),
     )
     async def mark(
         request: Request,

@@ -50,9 +50,10 @@ order with it, and counted.
 served is the truth: a turn that was served at another worker than the last one that had been served before it was sent
 needs a cause. A cause is, between what the earlier of the two relied on and the beginning of the later one's service,
 
-- a release as above, of either worker (so: a final, an admin's end, an expiry, a failed first turn, a change by hand);
-- an illness of the worker that it left (`ILL`); or of the worker that it came to, where it may rely on what was known
-  before that (it is `cached` or `degraded`).
+- a release as above, of the worker that it left: a final, an admin's end, a failed first turn, an illness (`ILL`), a
+  change by hand. (Time alone is one only if the session had no turn for a TTL: a turn without the store keeps it, too);
+- such a release of the worker that it came to, before the session was at the other one, where the later turn may rely
+  on what was before that (it is `cached` or `degraded`).
 
 Being slow (`worker-frozen`) is no cause, nor is an outage. What else is allowed is the residue that the documents of
 the router admit, and only for a session that an outage has touched (of a replica that served it, since the last cause):
@@ -159,8 +160,8 @@ class Fault:
     kind: str
     """replica-killed | replica-frozen | worker-killed | worker-frozen (for less than probes tell) | worker-hung (for
     longer) | worker-sick | member-killed | member-frozen | quorum-lost | store-wiped | store-cut | calls-hang |
-    compacted | disk-full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended | machine-slow (not
-    its doing)"""
+    compacted | disk-full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended |
+    machine-slow (not its doing)"""
     target: str = ""
     """Of a claim: the session. Of links to the store (cut, or with single calls that hang): the replica. Of a slow
     machine: the replica that was slow, or nobody: all."""
@@ -355,10 +356,12 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
             for outage in session.faults.outages(each)
             if outage.end + DOUBT >= since and outage.begin <= record.start
         ]
+        closed = [r.lo for r in releases if r.worker in (ANY, last_record.worker) and r.lo <= turn.start]
         known = [
             other
-            for other, _ in run
+            for other, its_record in run
             if other.replica == turn.replica
+            and its_record.start >= max(closed, default=since)
             and not session.faults.overlap("replica-killed", turn.replica, other.start, record.start)
         ]
         if not touched:
@@ -386,12 +389,18 @@ def _cause(
     relied_on: float,
 ) -> str:
     """Why the turn may be elsewhere than the one before; empty: nothing that is known of."""
+    old_news = turn.affinity in ("cached", "degraded", None) and relied_on <= left.start
     for release in releases:
-        if release.worker in (ANY, left.worker, came.worker) and release.lo <= came.start and release.hi >= low:
-            back = release.reason == "worker lost" and release.worker == came.worker
-            old_news = turn.affinity in ("cached", "degraded", None) and relied_on <= left.start
-            if not back or old_news:  # a worker that was lost and is well again takes no session back
-                return release.reason
+        if release.reason == "expiry" or release.lo > came.start or release.hi < low:
+            continue
+        # From where it came to it was released before it was at the other one; this replica had not heard of it.
+        if release.worker in (ANY, left.worker) or (
+            release.worker == came.worker and old_news and release.lo <= left.start
+        ):
+            return release.reason
+    ends = [session.ended(each) for each in session.turns if each.start < turn.start and session.records[each.id]]
+    if turn.start >= max(ends) + session.faults.rules.ttl - EARLY:
+        return "expiry"
     if any(
         fault.kind == "claim-replaced" and fault.start <= came.start and fault.end >= low for fault in session.by_hand
     ):

@@ -370,9 +370,9 @@ class Affinity:
 
     async def end(self, key: str) -> str:
         """Close a session whatever it is: closed, pending (its turns here end first, or the store must return), gone
-        or superseded. What cannot be read is closed as well."""
+        or superseded. What cannot be read is closed as well, and at once: no turn here has a claim."""
         entry = self._entries.find(key)
-        if entry is not None and entry.active:
+        if entry is not None and entry.active and not entry.unreadable:
             entry.closing = True
             return "pending"
         try:
@@ -391,7 +391,7 @@ class Affinity:
         if claim is not None:
             self._metrics.closes.inc(outcome)
         current = self._entries.find(key)
-        if current is not None and not current.active:
+        if current is not None and (current.unreadable or not current.active):
             self._entries.forget(key)
         return outcome
 

@@ -368,11 +368,15 @@ class Resolver:
         return await self._alone_at(key, placement, lost, before), "degraded"
 
     async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
-        """What stands at the key is no claim that can be read, and is left alone."""
+        """What stands at the key is no claim that can be read, and is left alone. Each turn goes where the hash says, as
+        at every other replica, and not where the session is known here: the others cannot know that."""
         if placement.refusal is not None:
             raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
-        if known is None or not known.target.worker.known:
-            known = await self._alone_at(key, placement, frozenset(), None)
+        kept_here = known is not None and known.kept and known.target.worker.known
+        if known is None or not (
+            kept_here or known.target is await self._target_without_store(key, placement, frozenset())
+        ):
+            known = await self._alone_at(key, placement, frozenset(), known)
         known.unreadable = True
         known.unprove()
         return known, "degraded"

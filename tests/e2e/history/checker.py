@@ -24,7 +24,7 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 
 **What releases a claim**, when, of which worker; once, unless said otherwise:
 
-- *final*: a final turn, of the worker that served it, from the end at the worker to the end as the client saw it. Later
+- *final*: a final turn, of the worker that served it (of any, if it was placed without the store), from the end at the worker to the end as the client saw it. Later
   only if the answer was cut off, or did not wait for the close: because other turns of the session still ran on that
   replica, or the close took longer than the deadline. Then also while the replica was frozen or the store away, but
   never after the replica was killed. A final turn that was answered 5xx releases nothing;
@@ -665,7 +665,10 @@ class _Session:
     def _of_final(self, turn: Sent) -> Iterator[_Release]:
         if turn.outcome == "refused" or (turn.status is not None and turn.status >= 500):
             return
-        for worker, ended in [(record.worker, record.end) for record in self.records[turn.id]] or [(ANY, turn.start)]:
+        ends = [(record.worker, record.end) for record in self.records[turn.id]] or [(ANY, turn.start)]
+        for worker, ended in ends:
+            if turn.affinity == "degraded":
+                worker = ANY
             lo = min(ended, turn.end) - EDGE
             hi = turn.end + 0.05
             reason = "final" if turn.outcome == "completed" else f"final, {turn.outcome}"

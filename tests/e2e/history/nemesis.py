@@ -29,7 +29,7 @@ from tests.e2e.history.load import Load
 from tests.support.etcd import EtcdServer
 from tests.support.processes import clear_faults, order_fault
 
-BURST = 80
+BURST = 40
 """New sessions at once."""
 WELL_LIMIT_S = 60.0
 """Within which a worker that is well again must have been found so."""
@@ -76,6 +76,8 @@ class Nemesis:
         self._deployment, self._load, self._seed, self._pause_s = deployment, load, seed, pause_s
         self._only = only
         self._ending = asyncio.Event()
+        self._ill: dict[str, asyncio.Task[None]] = {}
+        """Workers that were ill and are not found well again; who looks for that."""
 
     async def run(self, seconds: float) -> None:
         """Returns when everything is well again."""
@@ -89,6 +91,7 @@ class Nemesis:
         finally:
             self._ending.set()
             await asyncio.gather(*running)
+            await asyncio.gather(*self._ill.values())
 
     async def _lane(self, name: str, acts: list[Act]) -> None:
         rng = random.Random(f"{self._seed}/{name}")
@@ -147,40 +150,47 @@ class Nemesis:
 
     # -- workers
 
+    def _well_worker(self, rng: random.Random) -> Node | None:
+        """One that is not ill; None when only one is left."""
+        well = [worker for worker in self._deployment.workers if worker.name not in self._ill]
+        return rng.choice(well) if len(well) > 1 else None
+
     async def _kill_worker(self, rng: random.Random) -> None:
-        worker = rng.choice(self._deployment.workers)
-        fault = self._begin("worker-killed", worker.name)
-        await self._deployment.kill_worker(worker)
-        await self._wait(rng.uniform(0.2, 2.0))
-        await self._deployment.revive(worker)
-        await self._until_well(worker, fault)
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-killed", worker.name)
+            await self._deployment.kill_worker(worker)
+            await self._wait(rng.uniform(0.2, 2.0))
+            await self._deployment.revive(worker)
+            self._watch_over(worker, fault)
 
     async def _freeze_worker(self, rng: random.Random) -> None:
         """Slow is not lost: its sessions must wait."""
-        worker = rng.choice(self._deployment.workers)
-        fault = self._begin("worker-frozen", worker.name)
-        await self._freeze(worker, rng.uniform(0.3, 1.2))
-        fault.end = time.time()
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-frozen", worker.name)
+            await self._freeze(worker, rng.uniform(0.3, 1.2))
+            fault.end = time.time()
 
     async def _flap_worker(self, rng: random.Random) -> None:
         """Stops and goes on, each time for less than would make it ill."""
-        worker = rng.choice(self._deployment.workers)
-        fault = self._begin("worker-frozen", worker.name)
-        for _ in range(rng.randint(3, 8)):
-            await self._freeze(worker, rng.uniform(0.05, 0.4))
-            await self._wait(rng.uniform(0.2, 0.6))
-        fault.end = time.time()
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-frozen", worker.name)
+            for _ in range(rng.randint(3, 8)):
+                await self._freeze(worker, rng.uniform(0.05, 0.4))
+                await self._wait(rng.uniform(0.2, 0.6))
+            fault.end = time.time()
 
     async def _hang_worker(self, rng: random.Random) -> None:
         """For so long that probes tell."""
-        worker = rng.choice(self._deployment.workers)
-        fault = self._begin("worker-hung", worker.name)
-        await self._freeze(worker, rng.uniform(2.0, 7.0))
-        await self._until_well(worker, fault)
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-hung", worker.name)
+            await self._freeze(worker, rng.uniform(2.0, 7.0))
+            self._watch_over(worker, fault)
 
     async def _sicken_worker(self, rng: random.Random) -> None:
         """It fails its turns; its probes too, or not; once, or now and then."""
-        worker = rng.choice(self._deployment.workers)
+        worker = self._well_worker(rng)
+        if worker is None:
+            return
         fault = self._begin("worker-sick", worker.name)
         kinds: list[dict[str, object]] = [{"mode": "status", "status": 500}, {"mode": "status"}, {"mode": "reset"}]
         kind = rng.choice(kinds)
@@ -189,7 +199,7 @@ class Nemesis:
             await self._wait(rng.uniform(0.3, 3.0))
             await clear_faults(worker)
             await self._wait(rng.uniform(0.1, 1.0))
-        await self._until_well(worker, fault)
+        self._watch_over(worker, fault)
 
     async def _freeze(self, worker: Node, seconds: float) -> None:
         worker.process.freeze()
@@ -198,15 +208,20 @@ class Nemesis:
         finally:
             worker.process.thaw()
 
-    async def _until_well(self, worker: Node, fault: Fault) -> None:
-        """It is not over before every replica says so. At the end of the run nobody waits for that."""
-        give_up_at = time.monotonic() + WELL_LIMIT_S
-        while not await self._deployment.well(worker):
-            if self._ending.is_set():
-                return
-            assert time.monotonic() < give_up_at, f"{worker.name} is not found well again"
-            await self._wait(0.1)
-        fault.end = time.time()
+    def _watch_over(self, worker: Node, fault: Fault) -> None:
+        """The fault is not over before every replica says so. At the end of the run nobody waits for that."""
+
+        async def until_well() -> None:
+            give_up_at = time.monotonic() + WELL_LIMIT_S
+            while not await self._deployment.well(worker):
+                if self._ending.is_set():
+                    return
+                assert time.monotonic() < give_up_at, f"{worker.name} is not found well again"
+                await self._wait(0.2)
+            fault.end = time.time()
+            del self._ill[worker.name]
+
+        self._ill[worker.name] = asyncio.ensure_future(until_well())
 
     # -- claim files
 

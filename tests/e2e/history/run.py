@@ -111,7 +111,7 @@ def run_in_rounds(
                     seconds=max(10.0, seconds / rounds - 15.0),
                     seed=seed + number,
                     folder=Path(folder),
-                    sessions=150,
+                    sessions=60,
                     pause_s=(0.5, 3.0),
                     only=only,
                 )

@@ -24,10 +24,11 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 
 **What releases a claim**, when, of which worker; once, unless said otherwise:
 
-- *final*: a final turn, of the worker that served it (of any, if it was placed without the store), from the end at the worker to the end as the client saw it. Later
-  only if the answer was cut off, or did not wait for the close: because other turns of the session still ran on that
-  replica, or the close took longer than the deadline. Then also while the replica was frozen or the store away, but
-  never after the replica was killed. A final turn that was answered 5xx releases nothing;
+- *final*: a final turn, of the worker that served it (of any, if it was placed without the store), from the end at the
+  worker to the end as the client saw it. Later only if the answer was cut off, or did not wait for the close: because
+  other turns of the session still ran on that replica, or the close took longer than the deadline. Then also while the
+  replica was frozen or the store away, but never after the replica was killed. A final turn that was answered 5xx
+  releases nothing;
 - *expiry*: from one TTL after the last turn that surely renewed the claim. One does unless its replica was killed or
   frozen, or its store was away, meanwhile; or unless it began so late that the claim may have ended under its hands. A
   `created` claim lives one TTL whatever happens to its replica;

@@ -431,6 +431,12 @@ class Affinity:
     async def _claim_at_last(self, key: str) -> None:
         entry = self._entries.find(key)
         if self.state is StoreState.UP and entry is not None and entry.claim is None:
+            alone = entry.alone
+            if alone is not None and alone.ended_at >= alone.served_at and not entry.active:
+                # The claim that was not believed is gone, and so is the session, unless another turn comes: that one
+                # finds what has taken its place.
+                self._entries.forget(key)
+                return
             binding = self.session(key, final=False)
             with contextlib.suppress(TurnError):
                 await binding.bind(WHERE_KEPT if entry.kept else ANYWHERE)

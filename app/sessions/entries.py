@@ -42,6 +42,8 @@ class Alone(msgspec.Struct):
     """It had a claim, which the store has forgotten at `since`; what stands from before that may be of any age."""
     doubted_until: float = 0.0
     """By the monotonic clock: until then another replica's claim that contradicts it is not believed. 0: none yet."""
+    ended_at: float = 0.0
+    """When that claim was closed, as far as was heard."""
 
 
 class Entry:
@@ -238,6 +240,8 @@ class Entries:
             self._reads[event.key].deleted.append(event)
         entry = self.find(event.key)
         if entry is None or entry.claim is None:
+            if entry is not None and entry.alone is not None and entry.alone.doubted_until:
+                entry.alone.ended_at = self._wall()
             return
         if event.before is not None and entry.claim.revision >= event.before:
             return  # the end of a predecessor

@@ -289,7 +289,7 @@ class Resolver:
     def _is_doubted(self, claim: Claim, known: Entry) -> bool:
         """Whether the claim may be a late write of another replica, which is to say so."""
         alone = known.alone
-        if alone is None or claim.value.served or claim.value.created_at < alone.since - _SLACK:
+        if alone is None or known.unreadable or claim.value.served or claim.value.created_at < alone.since - _SLACK:
             return False
         now = self._claims.clock()
         if not alone.doubted_until:
@@ -368,8 +368,8 @@ class Resolver:
         return await self._alone_at(key, placement, lost, before), "degraded"
 
     async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
-        """What stands at the key is no claim that can be read, and is left alone. Each turn goes where the hash says, as
-        at every other replica, and not where the session is known here: the others cannot know that."""
+        """What stands at the key is no claim that can be read, and is left alone. Each turn goes where the hash says,
+        as at every other replica, and not where the session is known here: the others cannot know that."""
         if placement.refusal is not None:
             raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
         kept_here = known is not None and known.kept and known.target.worker.known

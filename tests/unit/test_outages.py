@@ -313,6 +313,27 @@ async def test_when_both_were_served_one_move_is_made_and_no_more() -> None:
 
 
 @in_virtual_time
+async def test_a_session_that_ends_while_its_claim_is_doubted_elsewhere_is_not_claimed_again() -> None:
+    inner = memory()
+    async with running(scripted(inner), name="r1", policy=first_of("a")) as r1:
+        store = scripted(inner)
+        async with running(store, name="r2") as r2:
+            key = key_hashed_to(r2, "b")
+            cut_off(store)  # for r2 alone
+            assert (await r1.visit(key))[0] == "a"
+            assert (await r2.visit(key))[0] == "b"
+            join(store)
+            await asyncio.sleep(5)
+            assert await r2.visit(key) == ("b", "degraded")  # r1 might take its claim back
+            final = await r1.turn(key, final=True)
+            final.answered(200)
+            await final.close()
+            final.release()
+            await asyncio.sleep(20)
+            assert await inner.get(key) is None
+
+
+@in_virtual_time
 async def test_a_late_write_is_ours_once_turns_are_served_by_it() -> None:
     """Nothing contradicted it when it was found; then it is a claim like any other."""
     inner = memory()

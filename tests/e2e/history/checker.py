@@ -26,9 +26,9 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 
 - *final*: a final turn, of the worker that served it (of any, if it was placed without the store), from the end at the
   worker to the end as the client saw it. Later only if the answer was cut off, or did not wait for the close: because
-  other turns of the session still ran on that replica, or the close took longer than the deadline. Then also while the
-  replica was frozen or the store away, but never after the replica was killed. A final turn that was answered 5xx
-  releases nothing;
+  other turns of the session still ran on that replica, the close took longer than the deadline, or the store was away.
+  Then also while the replica was frozen or the store away, but never after the replica was killed. A final turn that
+  was answered 5xx releases nothing;
 - *expiry*: from one TTL after the last turn that surely renewed the claim. One does unless its replica was killed or
   frozen, or its store was away, meanwhile; or unless it began so late that the claim may have ended under its hands. A
   `created` claim lives one TTL whatever happens to its replica;
@@ -673,7 +673,11 @@ class _Session:
             lo = min(ended, turn.end) - EDGE
             hi = turn.end + 0.05
             reason = "final" if turn.outcome == "completed" else f"final, {turn.outcome}"
-            surely = turn.outcome == "completed" and turn.end < ended + self.faults.rules.deadline - EDGE
+            surely = (
+                turn.outcome == "completed"
+                and turn.end < ended + self.faults.rules.deadline - EDGE
+                and not self.faults.away(turn.replica, turn.start, turn.end)
+            )
             if not surely:
                 hi = max(ended, turn.end) + self.faults.rules.deadline + 1.0
             for other in self.turns:
@@ -826,7 +830,7 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
     found = {
         other.affinity for other in session.turns if turn.start <= other.start <= until and other.outcome != "refused"
     }
-    if "rebound" in found and session.faults.overlap("worker-killed", None, turn.start, until):
+    if "rebound" in found and any(session.faults.overlap(kind, None, turn.start, until) for kind in ILL):
         found.add("created")  # at a worker that was not there, and then at another one
     return None if None in found or "degraded" in found else {how for how in found if how}
 
@@ -863,6 +867,10 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
                 turn.outcome in ("cut", "broken") or (turn.outcome == "error" and turn.status == 502)
             ):
                 excuse = "worker killed"
+            elif turn.status == 502 and any(
+                faults.overlap("worker-hung", worker, turn.start, turn.end) for worker in workers
+            ):
+                excuse = "worker hung"  # what it has not read when it goes on may be too late for it
             elif (sick or (not workers and any_sick)) and (
                 turn.outcome in ("cut", "broken") or (turn.outcome == "error" and (turn.status or 0) >= 500)
             ):

@@ -43,7 +43,7 @@ from app.fleet.policies import Policy, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
-from app.sessions.entries import Alone, Entries, Entry, Snapshot
+from app.sessions.entries import UNPROVEN, Alone, Entries, Entry, Snapshot
 from app.sessions.upkeep import Closer
 from backends.base import Claim, ClaimUnreadable, StoreError
 
@@ -264,8 +264,13 @@ class Resolver:
             return claim, snapshot
         for pause in _MOMENTS:
             await asyncio.sleep(pause)
-            snapshot = self._entries.snapshot(claim.key)
-            claim = await self._claims.get(claim.key, until) or claim
+            later = self._entries.snapshot(claim.key)
+            stands = await self._claims.get(claim.key, until)
+            if stands is None:
+                # Closed since it was read. This turn may go by it, the next one not: what was heard of the end went to
+                # another snapshot than the one of that read.
+                return claim, Snapshot(UNPROVEN, 0)
+            claim, snapshot = stands, later
             if claim.value.served:
                 break
         return claim, snapshot

@@ -334,6 +334,29 @@ async def test_a_session_that_ends_while_its_claim_is_doubted_elsewhere_is_not_c
 
 
 @in_virtual_time
+async def test_a_claim_that_is_closed_while_it_is_looked_at_again_is_not_believed_for_long() -> None:
+    inner = memory()
+    async with running(scripted(inner), name="r1", policy=first_of("a")) as r1:
+        store = scripted(inner)
+        async with running(store, name="r2") as r2:
+            key = key_hashed_to(r2, "b")
+            cut_off(store)
+            assert (await r2.visit(key_of(1)))[1] == "degraded"
+            assert (await r1.visit(key))[0] == "a"
+            join(store)
+            while r2.affinity.state is not StoreState.UP:
+                await asyncio.sleep(0.01)
+            turn = asyncio.create_task(r2.visit(key))
+            await asyncio.sleep(0.05)  # it has read the claim, and looks again in a moment
+            final = await r1.turn(key, final=True)
+            final.answered(200)
+            await final.close()
+            final.release()
+            assert await turn == ("a", "stored")
+            assert (await r2.visit(key))[1] == "created"
+
+
+@in_virtual_time
 async def test_a_late_write_is_ours_once_turns_are_served_by_it() -> None:
     """Nothing contradicted it when it was found; then it is a claim like any other."""
     inner = memory()

@@ -422,10 +422,36 @@ def test_a_replica_that_does_not_know_a_session_goes_by_hash(replica: str, fault
 
 @pytest.mark.parametrize(("at", "rules"), [(8.0, []), (40.0, ["moved without cause"])])
 def test_of_two_places_that_both_served_one_gives_way_soon(at: float, rules: list[str]) -> None:
+    """But for a session that nobody has used since."""
+    story = outage()
+    story.turn(2, "degraded", "w1", replica="r1")
+    story.turn(at, "degraded", "w1", replica="r1")
+    story.turn(at + 1, "stored", "w0", replica="r1")
+    assert [rule for rule in story.broken_rules() if rule != "degraded"] == rules
     story = outage()
     story.turn(2, "degraded", "w1", replica="r1")
     story.turn(at, "stored", "w0", replica="r1")
-    assert story.broken_rules() == rules
+    assert not story.broken_rules()
+
+
+@pytest.mark.parametrize(("replica", "legal"), [("r1", True), ("r2", False)])
+def test_a_late_claim_of_a_replica_that_died_is_believed(replica: str, legal: bool) -> None:
+    story = Story("etcd", ttl=60)
+    story.fault("quorum-lost", "", 1, 6)
+    story.turn(2, "degraded", "w0", replica="r1")
+    story.turn(3, "degraded", "w0")
+    story.fault("replica-killed", replica, 4, 5)
+    story.turn(30, "stored", "w2")
+    assert story.broken_rules() == ([] if legal else ["moved without cause"])
+
+
+@pytest.mark.parametrize(("ill", "legal"), [("w0", True), ("w3", False)])
+def test_a_session_goes_on_from_the_other_place_when_that_is_lost(ill: str, legal: bool) -> None:
+    story = outage("etcd")
+    story.turn(2, "degraded", "w1", replica="r1")
+    story.fault("worker-killed", ill, 7, 9)
+    story.turn(8, "rebound", "w2", replica="r1")
+    assert ("moved without cause" not in story.broken_rules() and "split session" not in story.broken_rules()) == legal
 
 
 def test_a_third_place_is_none_that_has_served() -> None:

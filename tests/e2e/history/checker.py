@@ -49,7 +49,8 @@ order with it, and counted.
 
 **Moved without cause** (`check_moves`). The register says nothing of turns without the store; this does. What was
 served is the truth: a turn that was served at another worker than the last one that had been served before it was sent
-needs a cause. A cause is, between what the earlier of the two relied on and the beginning of the later one's service,
+needs a cause, if one of the two was `degraded`. A cause is, between what the earlier of the two relied on and the
+beginning of the later one's service,
 
 - a release as above, of the worker that it left: a final, an admin's end, a failed first turn, an illness (`ILL`), a
   change by hand. (Time alone is one only if the session had no turn for a TTL: a turn without the store keeps it, too);
@@ -57,13 +58,15 @@ needs a cause. A cause is, between what the earlier of the two relied on and the
   on what was before that (it is `cached` or `degraded`).
 
 Being slow (`worker-frozen`) is no cause, nor is an outage. What else is allowed is the residue that the documents of
-the router admit, and only for a session that an outage has touched (of a replica that served it, since the last cause):
+the router admit, and only for a session that an outage has touched (of a replica that served it):
 
-- *not known there*: the replica had not served the session since the last cause, or had been killed since: it could
-  know of the place from the store alone. It goes where a hash says, or by what the store has done late. Two replicas
-  which do so in one outage and see the same workers go to the same place;
-- *both served*: the worker had served the session since the last cause, by the rule above: one of the two places has to
-  give way. Within `DOUBT` after the outage, no later.
+- *not known there*: the replica had not served the session since its last close, or had been killed since: it could
+  know of the place from the store alone. It goes where a hash says, or by what the store has done late;
+- *both served*: another replica's last turn of the session was at that worker, which it could not tell: one of the two
+  places has to give way. (If its worker falls ill thereafter, the session goes on from there to a third.) The turn
+  before must lie in the outage or within `DOUBT` after it: from then on all agree;
+- *a late claim, whose maker has died*: a replica that had to do without the store was killed before it could take back
+  what the store has done late.
 
 So a replica that serves a session never takes it to a worker where nobody has served it. All that is excused is counted
 in `Verdict.moves`.
@@ -338,46 +341,67 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
     turns = {turn.id: turn for turn in session.turns}
     served = [(turns[record.id], record) for records in session.records.values() for record in records]
     served.sort(key=lambda each: each[1].start)
-    since = -math.inf
+    closes = [(each.worker, each.lo) for each in releases if each.reason not in ("worker lost", "expiry")]
+    closes += [(ANY, each.start) for each in session.turns if session.idle(each)]
     for number, (turn, record) in enumerate(served):
         before = [each for each in served[:number] if each[1].start < turn.start]
         if not before or before[-1][1].worker == record.worker:
             continue
         last, last_record = before[-1]
+        if "degraded" not in (turn.affinity, last.affinity):
+            continue  # the register has judged it
         low = min(session.relied_on(last, last_record), relied_on := session.relied_on(turn, record))
         cause = _cause(session, releases, last_record, turn, record, low, relied_on)
         if cause:
-            since = record.start
             verdict.moves[cause] += 1
             continue
-        run = [each for each in before if each[1].start >= since]
+        closed = max(
+            (lo for worker, lo in closes if worker in (ANY, last_record.worker) and lo <= turn.start), default=0
+        )
+        places = {each[0].replica: each for each in before if each[1].start >= closed}
         touched = [
             outage
-            for each in {other.replica for other, _ in [*run, (turn, record)]}
-            for outage in session.faults.outages(each)
-            if outage.end + DOUBT >= since and outage.begin <= record.start
+            for replica in {turn.replica, last.replica, *places}
+            for outage in session.faults.outages(replica)
+            if outage.begin <= record.start and outage.end + DOUBT + RECOVERY >= last.start
         ]
-        closed = [r.lo for r in releases if r.worker in (ANY, last_record.worker) and r.lo <= turn.start]
-        known = [
-            other
-            for other, its_record in run
-            if other.replica == turn.replica
-            and its_record.start >= max(closed, default=since)
-            and not session.faults.overlap("replica-killed", turn.replica, other.start, record.start)
-        ]
-        if not touched:
-            if "degraded" not in (turn.affinity, last.affinity):
-                continue  # the register has judged it
-        elif not known:
-            verdict.moves[f"not known there: {turn.affinity}"] += 1
-            continue
-        elif any(each[1].worker == record.worker for each in run) and any(
-            outage.end + DOUBT + RECOVERY >= turn.start for outage in touched
-        ):
-            verdict.moves["both served"] += 1
+        if residue := _residue(session, releases, turn, record, places) if touched else "":
+            verdict.moves[residue] += 1
             continue
         text = f"{turn.id} is {turn.affinity} at {record.worker}; {last.id} was at {last_record.worker}, which was well"
         _violate(verdict, "moved without cause", session.name, record.start, text)
+
+
+def _residue(
+    session: _Session,
+    releases: Sequence[_Release],
+    turn: Sent,
+    came: Served,
+    places: dict[str, tuple[Sent, Served]],
+) -> str:
+    """What of a move around an outage cannot be helped; empty: it can. `places`: each replica's last turn."""
+    faults = session.faults
+    mine = places.get(turn.replica)
+    if mine is None or faults.overlap("replica-killed", turn.replica, mine[0].start, came.start):
+        return f"not known there: {turn.affinity}"
+    for _, there in places.values():
+        if there.worker == came.worker:
+            return "both served"
+    for _, there in places.values():
+        if any(
+            release.worker == there.worker and release.lo <= came.start and release.hi >= there.start
+            for release in releases
+            if release.reason == "worker lost"
+        ):
+            return "both served, and then one was lost"
+    if any(
+        other.affinity == "degraded"
+        and faults.overlap("replica-killed", other.replica, other.start, other.start + DOUBT)
+        for other in session.turns
+        if other.start < turn.start
+    ):
+        return "a late claim, whose maker has died"
+    return ""
 
 
 def _cause(
@@ -399,8 +423,7 @@ def _cause(
             release.worker == came.worker and old_news and release.lo <= left.start
         ):
             return release.reason
-    ends = [session.ended(each) for each in session.turns if each.start < turn.start and session.records[each.id]]
-    if turn.start >= max(ends) + session.faults.rules.ttl - EARLY:
+    if session.idle(turn):
         return "expiry"
     if any(
         fault.kind == "claim-replaced" and fault.start <= came.start and fault.end >= low for fault in session.by_hand
@@ -748,6 +771,11 @@ class _Session:
         if turn.head is None or self.faults.no_renewal(turn.replica, turn.start, end + 1.0):
             return (record.start, turn.start) if turn.affinity == "created" else None
         return record.start, end
+
+    def idle(self, turn: Sent) -> bool:
+        """Whether no turn was served in the TTL before."""
+        ends = [self._ends[each.id] for each in self.turns if each.start < turn.start and self.records[each.id]]
+        return bool(ends) and turn.start >= max(ends) + self.faults.rules.ttl - EARLY
 
     def ended(self, turn: Sent) -> float:
         return self._ends[turn.id]

@@ -150,12 +150,16 @@ class Deployment:
         return True
 
     async def end_session(self, session: str, rng: random.Random) -> bool:
-        """An operator closes it, at the first replica that can; whether one could."""
-        target = f"/admin/session?session={session}"
-        for replica in rng.sample(self.replicas, len(self.replicas)):
-            with contextlib.suppress(OSError, Cut, TimeoutError):
-                if (await ask(replica.url, "DELETE", target)).status < 500:
-                    return True
+        """An operator closes it, at the first replica that can, and asks again while that is pending; whether it is
+        done."""
+        for _ in range(10):
+            for replica in rng.sample(self.replicas, len(self.replicas)):
+                with contextlib.suppress(OSError, Cut, TimeoutError):
+                    said = await ask(replica.url, "DELETE", f"/admin/session?session={session}")
+                    if said.status == 200 and said.json["outcome"] != "pending":
+                        return True
+                    break
+            await asyncio.sleep(0.3)
         return False
 
     async def kill_worker(self, node: Node) -> None:

@@ -140,8 +140,8 @@ class Nemesis:
     async def _end_by_admin(self, rng: random.Random) -> None:
         for session in self._some_sessions(rng, 4):
             fault = self._begin("claim-ended", session)
-            await self._deployment.end_session(session, rng)
-            fault.end = time.time()
+            if await self._deployment.end_session(session, rng):
+                fault.end = time.time()
 
     async def _away(self, replica: Node, seconds: float) -> None:
         await asyncio.sleep(NOTICED_S)

@@ -341,8 +341,8 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
     turns = {turn.id: turn for turn in session.turns}
     served = [(turns[record.id], record) for records in session.records.values() for record in records]
     served.sort(key=lambda each: each[1].start)
-    closes = [(each.worker, each.lo) for each in releases if each.reason not in ("worker lost", "expiry")]
-    closes += [(ANY, each.start) for each in session.turns if session.idle(each)]
+    closes = [(each.lo, each.hi) for each in releases if each.reason not in ("worker lost", "expiry")]
+    closes += [(each.start, each.start) for each in session.turns if session.idle(each)]
     for number, (turn, record) in enumerate(served):
         before = [each for each in served[:number] if each[1].start < turn.start]
         if not before or before[-1][1].worker == record.worker:
@@ -355,17 +355,17 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
         if cause:
             verdict.moves[cause] += 1
             continue
-        closed = max(
-            (lo for worker, lo in closes if worker in (ANY, last_record.worker) and lo <= turn.start), default=0
-        )
-        places = {each[0].replica: each for each in before if each[1].start >= closed}
+        closed = [close for close in closes if close[0] <= turn.start]
+        began, ended = (max((close[end] for close in closed), default=0.0) for end in (0, 1))
+        places = {each[0].replica: each for each in before if each[1].start >= began}
+        known = turn.replica in places and places[turn.replica][0].start >= ended
         touched = [
             outage
             for replica in {turn.replica, last.replica, *places}
             for outage in session.faults.outages(replica)
             if outage.begin <= record.start and outage.end + DOUBT + RECOVERY >= last.start
         ]
-        if residue := _residue(session, releases, turn, record, places) if touched else "":
+        if residue := _residue(session, releases, turn, record, places, known) if touched else "":
             verdict.moves[residue] += 1
             continue
         text = f"{turn.id} is {turn.affinity} at {record.worker}; {last.id} was at {last_record.worker}, which was well"
@@ -378,11 +378,12 @@ def _residue(
     turn: Sent,
     came: Served,
     places: dict[str, tuple[Sent, Served]],
+    known: bool,
 ) -> str:
-    """What of a move around an outage cannot be helped; empty: it can. `places`: each replica's last turn."""
+    """What of a move around an outage cannot be helped; empty: it can. `places`: each replica's last turn since the
+    session's last close began; `known`: the turn's own replica has had one since that close had surely ended."""
     faults = session.faults
-    mine = places.get(turn.replica)
-    if mine is None or faults.overlap("replica-killed", turn.replica, mine[0].start, came.start):
+    if not known or faults.overlap("replica-killed", turn.replica, places[turn.replica][0].start, came.start):
         return f"not known there: {turn.affinity}"
     for _, there in places.values():
         if there.worker == came.worker:

@@ -508,6 +508,15 @@ def test_an_expiry_lay_between(ttl: float, legal: bool) -> None:
     assert story.broken_rules() == ([] if legal else ["moved without cause"])
 
 
+@pytest.mark.parametrize(("ttl", "legal"), [(4.0, True), (60.0, False)])
+def test_a_claim_that_no_turn_could_renew_expires(ttl: float, legal: bool) -> None:
+    story = outage(ttl=ttl)
+    for second in range(2, 6):
+        story.turn(second, "degraded", "w0")
+    story.turn(7, "created", "w1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
 @pytest.mark.parametrize(("target", "legal"), [("r0", True), ("r1", False)])
 def test_an_outage_of_one_replica_is_its_own(target: str, legal: bool) -> None:
     story = Story("etcd", ttl=60)

@@ -66,7 +66,8 @@ the router admit, and only for a session that an outage has touched (of a replic
   places has to give way. (If its worker falls ill thereafter, the session goes on from there to a third.) The turn
   before must lie in the outage or within `DOUBT` after it: from then on all agree;
 - *a late claim, whose maker has died*: a replica that had to do without the store was killed before it could take back
-  what the store has done late.
+  what the store has done late;
+- *expired in the outage*: no turn could renew the claim for a TTL, so that the store has ended the session.
 
 So a replica that serves a session never takes it to a worker where nobody has served it. All that is excused is counted
 in `Verdict.moves`.
@@ -402,6 +403,8 @@ def _residue(
         if other.start < turn.start
     ):
         return "a late claim, whose maker has died"
+    if came.start >= session.held_until(turn.start) + faults.rules.ttl - EARLY:
+        return "expired in the outage"
     return ""
 
 
@@ -772,6 +775,11 @@ class _Session:
         if turn.head is None or self.faults.no_renewal(turn.replica, turn.start, end + 1.0):
             return (record.start, turn.start) if turn.affinity == "created" else None
         return record.start, end
+
+    def held_until(self, moment: float) -> float:
+        """Until when a turn that was sent before then has surely kept the claim."""
+        pairs = [(turn, record) for turn in self.turns for record in self.records[turn.id] if turn.start < moment]
+        return max((held[1] for pair in pairs if (held := self._surely_held(*pair)) is not None), default=math.inf)
 
     def idle(self, turn: Sent) -> bool:
         """Whether no turn was served in the TTL before."""

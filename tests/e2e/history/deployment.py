@@ -139,15 +139,18 @@ class Deployment:
         if node in self.replicas:
             node.descriptors = _descriptors(node)
 
-    async def well(self, worker: Node) -> bool:
-        """Whether every replica that answers has found the worker to be up."""
+    async def doubts(self, worker: Node) -> list[str]:
+        """What those replicas say that answer and have not found the worker to be up."""
+        found = []
         for replica in self.replicas:
             with contextlib.suppress(OSError, Cut, TimeoutError):
                 said = await ask(replica.url, target="/admin/workers")
-                states = {each["name"]: each["state"] for each in said.json["workers"]}
-                if states.get(worker.name) != "up":
-                    return False
-        return True
+                found += [
+                    f"{replica.name}: {each}"
+                    for each in said.json["workers"]
+                    if each["name"] == worker.name and each["state"] != "up"
+                ]
+        return found
 
     async def end_session(self, session: str, rng: random.Random) -> bool:
         """An operator closes it, at the first replica that can, and asks again while that is pending; whether it is

@@ -403,9 +403,9 @@ class Affinity:
 
     async def end(self, key: str) -> str:
         """Close a session whatever it is: closed, pending (its turns here end first, or the store must return), gone
-        or superseded. What cannot be read is closed as well."""
+        or superseded. What cannot be read is closed as well, and at once: no turn here has a claim."""
         entry = self._entries.find(key)
-        if entry is not None and entry.active:
+        if entry is not None and entry.active and not entry.unreadable:
             entry.closing = True
             return "pending"
         try:
@@ -426,7 +426,7 @@ class Affinity:
             if not self._claims.shows_closes(key):
                 await self._peers.tell("closed", key, claim.revision)
         current = self._entries.find(key)
-        if current is not None and not current.active:
+        if current is not None and (current.unreadable or not current.active):
             self._entries.forget(key)
         return outcome
 
@@ -498,6 +498,12 @@ class Affinity:
     async def _claim_at_last(self, key: str) -> None:
         entry = self._entries.find(key)
         if self.state is StoreState.UP and entry is not None and entry.claim is None:
+            alone = entry.alone
+            if alone is not None and alone.ended_at >= alone.served_at and not entry.active:
+                # The claim that was not believed is gone, and so is the session, unless another turn comes: that one
+                # finds what has taken its place.
+                self._entries.forget(key)
+                return
             binding = self.session(key, final=False)
             with contextlib.suppress(TurnError):
                 await binding.bind(WHERE_KEPT if entry.kept else ANYWHERE)

@@ -12,7 +12,7 @@ import msgspec
 from app.fleet.workers import Target
 from backends.base import Claim, Deleted
 
-_UNPROVEN = 0
+UNPROVEN = 0
 
 
 class View(msgspec.Struct, frozen=True):
@@ -42,6 +42,8 @@ class Alone(msgspec.Struct):
     """It had a claim, which the store has forgotten at `since`; what stands from before that may be of any age."""
     doubted_until: float = 0.0
     """By the monotonic clock: until then another replica's claim that contradicts it is not believed. 0: none yet."""
+    ended_at: float = 0.0
+    """When that claim was closed, as far as was heard."""
 
 
 class Entry:
@@ -60,7 +62,7 @@ class Entry:
         """Its turns here; each is counted once."""
         self.closing = False
         """A final turn has decided that the claim is closed when the last turn here ends."""
-        self.proof = _UNPROVEN
+        self.proof = UNPROVEN
         """The stretch of the watch's continuity in which the claim was read."""
         self.stamp = 0
         """The store's, from before the claim was read."""
@@ -78,7 +80,7 @@ class Entry:
 
     def unprove(self) -> None:
         """The next turn reads what stands there, and until then nothing is renewed."""
-        self.proof = _UNPROVEN
+        self.proof = UNPROVEN
         self.renew_at = float("inf")
 
     def continues(self, claim: Claim, target: Target) -> bool:
@@ -123,8 +125,8 @@ class Entries:
         self._reads: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
         """Of the sessions whose claims are being read now: one at a time for each."""
         self._stretches = 0
-        self._proof = _UNPROVEN
-        """The watch's current stretch of continuity; _UNPROVEN while it is not shown to be alive."""
+        self._proof = UNPROVEN
+        """The watch's current stretch of continuity; UNPROVEN while it is not shown to be alive."""
         self.watched_until = 0.0
         """When the last stretch ended, in Unix seconds."""
 
@@ -180,11 +182,11 @@ class Entries:
 
     @property
     def watching(self) -> bool:
-        return self._proof != _UNPROVEN
+        return self._proof != UNPROVEN
 
     def proven(self, entry: Entry, now: float) -> bool:
         return (
-            entry.proof == self._proof != _UNPROVEN
+            entry.proof == self._proof != UNPROVEN
             and now < entry.good_until
             and self._stamp(entry.key) == entry.stamp
             and entry.target.worker.known
@@ -204,7 +206,7 @@ class Entries:
             self.install(entry)
         self.refresh(entry, claim)
         gone = any(event.before is None or event.before > claim.revision for event in snapshot.deleted)
-        entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
+        entry.proof, entry.stamp = UNPROVEN if gone else snapshot.proof, snapshot.stamp
         return entry
 
     def hearsay(self, claim: Claim, target: Target, *, kept: bool = False) -> Entry:
@@ -232,7 +234,7 @@ class Entries:
         self._stretches += stands
         if self.watching and not stands:
             self.watched_until = self._wall()
-        self._proof = self._stretches if stands else _UNPROVEN
+        self._proof = self._stretches if stands else UNPROVEN
 
     def rewound(self) -> None:
         """The store has forgotten what it held: what is known here is served on where it is, without a claim."""
@@ -250,10 +252,12 @@ class Entries:
             self._reads[event.key].deleted.append(event)
         entry = self.find(event.key)
         if entry is None or entry.claim is None:
+            if entry is not None and entry.alone is not None and entry.alone.doubted_until:
+                entry.alone.ended_at = self._wall()
             return
         if event.before is not None and entry.claim.revision >= event.before:
             return  # the end of a predecessor
-        entry.proof = _UNPROVEN
+        entry.proof = UNPROVEN
         if not entry.active:
             self.forget(event.key)
 

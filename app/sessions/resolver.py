@@ -47,7 +47,7 @@ from app.fleet.policies import Policy, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
-from app.sessions.entries import Alone, Entries, Entry, Snapshot
+from app.sessions.entries import UNPROVEN, Alone, Entries, Entry, Snapshot
 from app.sessions.peers import Ask, Peers
 from app.sessions.upkeep import Closer
 from backends.base import Claim, ClaimUnreadable, StoreError
@@ -278,8 +278,13 @@ class Resolver:
             return claim, snapshot
         for pause in _MOMENTS:
             await asyncio.sleep(pause)
-            snapshot = self._entries.snapshot(claim.key)
-            claim = await self._claims.get(claim.key, until) or claim
+            later = self._entries.snapshot(claim.key)
+            stands = await self._claims.get(claim.key, until)
+            if stands is None:
+                # Closed since it was read. This turn may go by it, the next one not: what was heard of the end went to
+                # another snapshot than the one of that read.
+                return claim, Snapshot(UNPROVEN, 0)
+            claim, snapshot = stands, later
             if claim.value.served:
                 break
         return claim, snapshot
@@ -303,7 +308,7 @@ class Resolver:
     def _is_doubted(self, claim: Claim, known: Entry) -> bool:
         """Whether the claim may be a late write of another replica, which is to say so."""
         alone = known.alone
-        if alone is None or claim.value.served or claim.value.created_at < alone.since - _SLACK:
+        if alone is None or known.unreadable or claim.value.served or claim.value.created_at < alone.since - _SLACK:
             return False
         now = self._claims.clock()
         if not alone.doubted_until:
@@ -427,11 +432,14 @@ class Resolver:
         return entry, told.how or "stored"
 
     async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
-        """What stands at the key is no claim that can be read, and is left alone."""
+        """What stands at the key is no claim that can be read, and is left alone. Each turn goes where the hash says,
+        as at every other replica, and not where the session is known here: the others cannot know that."""
         if placement.refusal is not None:
             raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
-        if known is None or not known.target.worker.known:
-            known = await self._alone_at(key, self._guess(key, placement, frozenset()), frozenset(), None)
+        kept_here = known is not None and known.kept and known.target.worker.known
+        guess = self._guess(key, placement, frozenset())
+        if known is None or not (kept_here or known.target is guess):
+            known = await self._alone_at(key, guess, frozenset(), known)
         known.unreadable = True
         known.unprove()
         return known, "degraded"

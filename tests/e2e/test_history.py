@@ -10,6 +10,13 @@ import pytest
 from tests.e2e.history.checker import Rules
 from tests.e2e.history.run import run, summary
 
+ACTS = {
+    "file": {"kill-replica", "freeze-replica", "end-by-admin", "kill-worker", "freeze-worker", "sicken-worker"}
+    | {"fill-disk", "remove-files", "garble-files"},
+    "etcd": {"kill-replica", "freeze-replica", "kill-worker", "flap-worker", "sicken-worker"}
+    | {"kill-leader", "freeze-store", "wipe-store", "garble-keys", "cut-links-apart", "hang-calls"},
+}
+"""What a short run has time for; the soak does everything."""
 SEED = int(os.environ.get("HISTORY_SEED", "1"))
 
 
@@ -25,15 +32,16 @@ SEED = int(os.environ.get("HISTORY_SEED", "1"))
 async def test_what_happens_under_faults_is_legal(rules: Rules, tmp_path: Path) -> None:
     report = await run(
         rules,
-        seconds=9 if rules.store == "file" else 12,
+        seconds=7 if rules.store == "file" else 9,
         seed=SEED,
         folder=tmp_path,
-        sessions=80,
-        think_s=0.7,
-        pause_s=(0.2, 0.6),
+        sessions=50,
+        think_s=0.6,
+        pause_s=(0.1, 0.4),
+        only=ACTS[rules.store],
     )
     print(summary([report]))
     assert report.ok, report.complaint()
     # That it has looked at something.
     assert len({fault.kind for fault in report.history.faults}) >= 4, report.history.faults
-    assert report.verdict.changes.total() > 30
+    assert report.verdict.changes.total() > 20

@@ -209,13 +209,13 @@ async def turns(worker: Worker, session: str | None = None) -> list[dict[str, An
     return answer.json["turns"]  # type: ignore[no-any-return]
 
 
-async def order_fault(worker: Worker, **fault: Any) -> None:
+async def order_fault(worker: Place, **fault: Any) -> None:
     """For the worker's next turns; fields as in `mocker.faults.Fault`."""
     answer = await ask(worker.url, "POST", "/mock/faults", body=json.dumps(fault).encode())
     assert answer.status == 200, answer.body
 
 
-async def clear_faults(worker: Worker) -> None:
+async def clear_faults(worker: Place) -> None:
     await ask(worker.url, "DELETE", "/mock/faults")
 
 

@@ -56,6 +56,11 @@ class TcpProxy:
         self._tls = tls
         self.drop_replies = False
         """Requests arrive, answers do not."""
+        self.refuses = False
+        """New connections are reset."""
+        self._open = (asyncio.Event(), asyncio.Event())
+        """Whether requests pass, and answers."""
+        self.pass_on()
         self.heard: list[tuple[bytearray, bytearray]] = []
         """If it `records`: of each connection what has come for `host:port`, and what has come back."""
         self._records = records
@@ -86,12 +91,24 @@ class TcpProxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def hold(self, *, requests: bool = True, replies: bool = True) -> None:
+        """Keep what comes, in one direction or both, until `pass_on`: then it arrives, late."""
+        for gate, held in zip(self._open, (requests, replies), strict=True):
+            if held:
+                gate.clear()
+
+    def pass_on(self) -> None:
+        for gate in self._open:
+            gate.set()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         upstream_writer: asyncio.StreamWriter | None = None
         try:
+            if self.refuses:
+                raise ConnectionRefusedError
             upstream_reader, upstream_writer = await asyncio.open_connection(self.host, self.upstream_port)
             self._writers |= {writer, upstream_writer}
             self.heard.append((bytearray(), bytearray()))
@@ -118,6 +135,7 @@ class TcpProxy:
         while data := await reader.read(65536):
             if self._records:
                 heard += data
+            await self._open[replies].wait()
             if not (self.black_hole or (replies and self.drop_replies)):
                 writer.write(data)
                 await writer.drain()

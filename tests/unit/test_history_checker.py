@@ -377,6 +377,204 @@ def test_degraded_turns_are_no_reason_to_move() -> None:
     assert story.broken_rules() == ["split session"]
 
 
+# --- moved without cause ----------------------------------------------------------------------------------------------
+
+
+def outage(store: str = "file", ttl: float = 60.0) -> Story:
+    """A session that was claimed at w0 by r0, and a store that is away from 1 to 6."""
+    story = Story(store, ttl=ttl)
+    story.turn(0, "created", "w0")
+    story.fault("quorum-lost" if store == "etcd" else "disk-full", "", 1, 6)
+    return story
+
+
+@pytest.mark.parametrize(("worker", "rules"), [("w0", []), ("w1", ["moved without cause"])])
+def test_a_replica_that_serves_a_session_does_not_take_it_elsewhere_in_an_outage(worker: str, rules: list[str]) -> None:
+    story = outage()
+    story.turn(2, "degraded", worker)
+    assert story.broken_rules() == rules
+
+
+@pytest.mark.parametrize(("worker", "rules"), [("w0", []), ("w1", ["moved without cause"])])
+def test_what_was_served_in_an_outage_is_the_truth_after_it(worker: str, rules: list[str]) -> None:
+    """What the store has done late, and nobody had served, is not."""
+    story = Story("etcd", ttl=60)
+    story.fault("quorum-lost", "", 1, 6)
+    story.turn(2, "degraded", "w0")
+    story.turn(3, "degraded", "w0", replica="r1")
+    story.turn(8, "stored", worker, replica="r1")
+    assert story.broken_rules() == rules
+
+
+@pytest.mark.parametrize(
+    ("replica", "faults", "rules"),
+    [("r1", 0, []), ("r0", 0, ["moved without cause"]), ("r0", 1, [])],
+)
+def test_a_replica_that_does_not_know_a_session_goes_by_hash(replica: str, faults: int, rules: list[str]) -> None:
+    story = outage()
+    for _ in range(faults):
+        story.fault("replica-killed", "r0", 1.2, 1.6)
+    story.turn(2, "degraded", "w1", replica=replica)
+    verdict = story.check()
+    assert [violation.rule for violation in verdict.violations] == rules
+    assert verdict.moves.total() == (not rules)
+
+
+@pytest.mark.parametrize(("at", "rules"), [(8.0, []), (40.0, ["moved without cause"])])
+def test_of_two_places_that_both_served_one_gives_way_soon(at: float, rules: list[str]) -> None:
+    """But for a session that nobody has used since."""
+    story = outage()
+    story.turn(2, "degraded", "w1", replica="r1")
+    story.turn(at, "degraded", "w1", replica="r1")
+    story.turn(at + 1, "stored", "w0", replica="r1")
+    assert [rule for rule in story.broken_rules() if rule != "degraded"] == rules
+    story = outage()
+    story.turn(2, "degraded", "w1", replica="r1")
+    story.turn(at, "stored", "w0", replica="r1")
+    assert not story.broken_rules()
+
+
+@pytest.mark.parametrize(("replica", "legal"), [("r1", True), ("r2", False)])
+def test_a_late_claim_of_a_replica_that_died_is_believed(replica: str, legal: bool) -> None:
+    story = Story("etcd", ttl=60)
+    story.fault("quorum-lost", "", 1, 6)
+    story.turn(2, "degraded", "w0", replica="r1")
+    story.turn(3, "degraded", "w0")
+    story.fault("replica-killed", replica, 4, 5)
+    story.turn(30, "stored", "w2")
+    assert story.broken_rules() == ([] if legal else ["moved without cause"])
+
+
+@pytest.mark.parametrize(("ill", "legal"), [("w0", True), ("w3", False)])
+def test_a_session_goes_on_from_the_other_place_when_that_is_lost(ill: str, legal: bool) -> None:
+    story = outage("etcd")
+    story.turn(2, "degraded", "w1", replica="r1")
+    story.fault("worker-killed", ill, 7, 9)
+    story.turn(8, "rebound", "w2", replica="r1")
+    assert ("moved without cause" not in story.broken_rules() and "split session" not in story.broken_rules()) == legal
+
+
+def test_a_third_place_is_none_that_has_served() -> None:
+    story = outage()
+    story.turn(2, "degraded", "w1", replica="r1")
+    story.turn(8, "stored", "w2", replica="r1")
+    assert set(story.broken_rules()) & {"moved without cause", "split session"}
+
+
+@pytest.mark.parametrize("kind", ["worker-killed", "worker-sick", "worker-hung"])
+@pytest.mark.parametrize(("ill", "rules"), [("w0", []), ("w2", ["moved without cause"])])
+def test_the_worker_that_was_left_was_ill(kind: str, ill: str, rules: list[str]) -> None:
+    story = outage()
+    story.fault(kind, ill, 1.5, 4)
+    story.turn(2, "degraded", "w1")
+    assert story.broken_rules() == rules
+
+
+def test_the_worker_that_was_left_was_slow() -> None:
+    story = outage()
+    story.fault("worker-frozen", "w0", 1.5, 4)
+    story.turn(2, "degraded", "w1")
+    assert story.broken_rules() == ["moved without cause"]
+
+
+@pytest.mark.parametrize(("affinity", "rules"), [("stored", ["moved without cause"]), ("degraded", [])])
+def test_a_worker_that_was_lost_in_an_outage_takes_nothing_back(affinity: str, rules: list[str]) -> None:
+    """Save by who has not yet heard."""
+    story = outage()
+    story.fault("worker-killed", "w0", 1.5, 4)
+    story.turn(3, "degraded", "w1")
+    story.turn(4.5, "degraded", "w1")
+    story.turn(5.5, affinity, "w0")
+    assert [rule for rule in story.broken_rules() if rule != "split session"] == rules
+
+
+@pytest.mark.parametrize(
+    ("final", "kind", "legal"),
+    [(True, "", True), (False, "claim-ended", True), (False, "claim-garbled", True), (False, "", False)],
+)
+def test_a_close_lay_between(final: bool, kind: str, legal: bool) -> None:
+    story = outage()
+    story.turn(2, "cached", "w0", final=final)
+    if kind:
+        story.fault(kind, "s", 2.2, 2.3)
+    story.turn(3, "degraded", "w1")
+    assert story.broken_rules() == ([] if legal else ["moved without cause"])
+
+
+@pytest.mark.parametrize(("ttl", "legal"), [(1.5, True), (60.0, False)])
+def test_an_expiry_lay_between(ttl: float, legal: bool) -> None:
+    story = outage(ttl=ttl)
+    story.turn(4, "degraded", "w1")
+    assert story.broken_rules() == ([] if legal else ["moved without cause"])
+
+
+@pytest.mark.parametrize(("ttl", "legal"), [(4.0, True), (60.0, False)])
+def test_a_claim_that_no_turn_could_renew_expires(ttl: float, legal: bool) -> None:
+    story = outage(ttl=ttl)
+    for second in range(2, 6):
+        story.turn(second, "degraded", "w0")
+    story.turn(7, "created", "w1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+@pytest.mark.parametrize(("target", "legal"), [("r0", True), ("r1", False)])
+def test_an_outage_of_one_replica_is_its_own(target: str, legal: bool) -> None:
+    story = Story("etcd", ttl=60)
+    story.turn(0, "created", "w0")
+    story.fault("store-cut", target, 1, 3)
+    story.turn(2, "degraded", "w0")
+    assert story.broken_rules() == ([] if legal else ["degraded"])
+
+
+def test_single_calls_that_hang_are_no_outage() -> None:
+    story = Story("etcd", ttl=60)
+    story.turn(0, "created", "w0")
+    story.fault("calls-hang", "r1", 1, 3)
+    story.turn(2, "degraded", "w1", replica="r1")
+    assert story.broken_rules() == ["degraded", "moved without cause"]
+
+
+@pytest.mark.parametrize("legal", [True, False])
+def test_a_wiped_store_has_lost_its_claims_until_they_are_made_again(legal: bool) -> None:
+    story = Story("etcd", ttl=100)
+    story.turn(0, "created", "w0")
+    story.fault("store-wiped", "", 0.5, 1.5)
+    if not legal:
+        story.turn(25, "stored", "w0", replica="r2")
+    story.turn(30, "created", "w1", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+@pytest.mark.parametrize(("start", "legal"), [(2.0, True), (9.0, False)])
+def test_a_session_of_which_nothing_can_be_read_does_without_the_store(start: float, legal: bool) -> None:
+    story = Story(ttl=60)
+    story.turn(0, "created", "w0")
+    story.fault("claim-garbled", "s", 1, 4)
+    story.turn(start, "degraded", "w0")
+    assert story.broken_rules() == ([] if legal else ["degraded"])
+
+
+@pytest.mark.parametrize(
+    ("affinity", "status", "legal"),
+    [("created", 500, True), ("created", 429, True), ("created", 400, False), ("stored", 500, False)],
+)
+def test_a_first_turn_that_fails_releases(affinity: str, status: int, legal: bool) -> None:
+    story = Story(ttl=60)
+    story.fault("worker-sick", "w9", 0, 5)
+    story.turn(0, affinity, "w0", outcome="aborted", status=status)
+    story.turn(1, "created", "w1")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+@pytest.mark.parametrize(("sick", "legal"), [("w0", True), ("w1", False)])
+def test_a_sick_worker_excuses_its_errors(sick: str, legal: bool) -> None:
+    story = Story()
+    story.fault("worker-sick", sick, 0, 5)
+    story.history.served.append(Served(id="t0", session="s", worker="w0", start=1.01, end=1.02, outcome="aborted"))
+    story.unserved(1, "error", status=500, worker="w0", affinity="created")
+    assert story.broken_rules() == ([] if legal else ["lost turn"])
+
+
 # --- time to live -----------------------------------------------------------------------------------------------------
 
 

@@ -313,6 +313,50 @@ async def test_when_both_were_served_one_move_is_made_and_no_more() -> None:
 
 
 @in_virtual_time
+async def test_a_session_that_ends_while_its_claim_is_doubted_elsewhere_is_not_claimed_again() -> None:
+    inner = memory()
+    async with running(scripted(inner), name="r1", policy=first_of("a")) as r1:
+        store = scripted(inner)
+        async with running(store, name="r2") as r2:
+            key = key_hashed_to(r2, "b")
+            cut_off(store)  # for r2 alone
+            assert (await r1.visit(key))[0] == "a"
+            assert (await r2.visit(key))[0] == "b"
+            join(store)
+            await asyncio.sleep(5)
+            assert await r2.visit(key) == ("b", "degraded")  # r1 might take its claim back
+            final = await r1.turn(key, final=True)
+            final.answered(200)
+            await final.close()
+            final.release()
+            await asyncio.sleep(20)
+            assert await inner.get(key) is None
+
+
+@in_virtual_time
+async def test_a_claim_that_is_closed_while_it_is_looked_at_again_is_not_believed_for_long() -> None:
+    inner = memory()
+    async with running(scripted(inner), name="r1", policy=first_of("a")) as r1:
+        store = scripted(inner)
+        async with running(store, name="r2") as r2:
+            key = key_hashed_to(r2, "b")
+            cut_off(store)
+            assert (await r2.visit(key_of(5000)))[1] == "degraded"
+            assert (await r1.visit(key))[0] == "a"
+            join(store)
+            while r2.affinity.state is not StoreState.UP:
+                await asyncio.sleep(0.01)
+            turn = asyncio.create_task(r2.visit(key))
+            await asyncio.sleep(0.05)  # it has read the claim, and looks again in a moment
+            final = await r1.turn(key, final=True)
+            final.answered(200)
+            await final.close()
+            final.release()
+            assert await turn == ("a", "stored")
+            assert (await r2.visit(key))[1] == "created"
+
+
+@in_virtual_time
 async def test_a_late_write_is_ours_once_turns_are_served_by_it() -> None:
     """Nothing contradicted it when it was found; then it is a claim like any other."""
     inner = memory()
@@ -677,22 +721,40 @@ async def test_a_record_that_cannot_be_read_costs_its_own_session_alone(caplog: 
 
 
 @in_virtual_time
-async def test_a_known_session_whose_record_is_spoilt_stays_where_it_is() -> None:
+async def test_a_known_session_whose_record_is_spoilt_goes_where_every_replica_takes_it() -> None:
     inner = memory()
-    store = scripted(inner)
-    async with running(store, policy=first_of("a"), max_stale=5.0) as r:
-        key = key_hashed_to(r, "b")
-        assert (await r.visit(key))[0] == "a"
-        store.garbage[key] = 7
+    one, two = scripted(inner), scripted(inner)
+    async with (
+        running(one, policy=first_of("a"), max_stale=5.0) as r1,
+        running(two, policy=first_of("a"), max_stale=5.0, name="r2") as r2,
+    ):
+        key = key_hashed_to(r1, "b")
+        assert (await r1.visit(key))[0] == "a"
+        one.garbage[key] = two.garbage[key] = 7
         await asyncio.sleep(6)
-        assert await r.visit(key) == ("a", "degraded")
+        for r in (r1, r2, r1):
+            assert await r.visit(key) == ("b", "degraded")
         await asyncio.sleep(TTL)
-        final = await r.turn(key, final=True)
+        final = await r1.turn(key, final=True)
         final.answered(200)
         await final.close()
         final.release()
-        assert store.garbage
-        assert r.affinity.state is StoreState.UP
+        assert one.garbage
+        assert r1.affinity.state is StoreState.UP
+
+
+@in_virtual_time
+async def test_an_admin_ends_what_cannot_be_read_under_a_turn_that_runs() -> None:
+    store = scripted()
+    store.garbage[KEY] = 7
+    async with running(store, policy=first_of("a")) as r:
+        turn = await r.turn()
+        assert await r.affinity.end(KEY) == "closed"
+        assert not store.garbage
+        assert (await r.visit())[1] == "created"
+        turn.release()
+        await asyncio.sleep(1)
+        assert (await r.visit())[1] == "cached"
 
 
 @in_virtual_time

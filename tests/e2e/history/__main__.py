@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.e2e.history.checker import Rules
+from tests.e2e.history.nemesis import ACTS
 from tests.e2e.history.run import check_again, run_in_rounds, summary
 
 
@@ -19,6 +20,8 @@ def main() -> int:
     parser.add_argument("--round", type=float, default=100.0, help="seconds of one round (default: %(default)s)")
     parser.add_argument("--ttl", type=float, help="seconds (default: 3 and 100, in turn)")
     parser.add_argument("--max-stale", type=float, help="seconds (default: what shows most)")
+    names = sorted({act for acts in ACTS.values() for act in acts})
+    parser.add_argument("--only", action="append", default=[], choices=names, help="this fault; may be repeated")
     parser.add_argument("--keep", type=Path, help="folder for histories that are not legal")
     parser.add_argument("--check", type=Path, metavar="FILE", help="only check a history that was kept")
     args = parser.parse_args()
@@ -34,7 +37,7 @@ def main() -> int:
     max_stale = args.max_stale or (4.0 if args.store == "file" else 60.0)
     rules = [Rules(store=args.store, ttl=ttl, max_stale=max_stale) for ttl in ttls]
     print(f"store {args.store}, seed {seed}", flush=True)
-    reports = run_in_rounds(rules, seconds=args.seconds, round_s=args.round, seed=seed, keep=args.keep)
+    reports = run_in_rounds(rules, seconds=args.seconds, round_s=args.round, seed=seed, keep=args.keep, only=args.only)
     print(summary(reports))
     return 0 if all(report.ok for report in reports) else 1
 

@@ -24,20 +24,53 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 
 **What releases a claim**, when, of which worker; once, unless said otherwise:
 
-- *final*: a final turn, of the worker that served it, from the end at the worker to the end as the client saw it. Later
-  only if the answer was cut off, or did not wait for the close: because other turns of the session still ran on that
-  replica, or the close took longer than the deadline. Then also while the replica was frozen or the store away, but
-  never after the replica was killed. A final turn that was answered 5xx releases nothing;
+- *final*: a final turn, of the worker that served it (of any, if it was placed without the store), from the end at the
+  worker to the end as the client saw it. Later only if the answer was cut off, or did not wait for the close: because
+  other turns of the session still ran on that replica, the close took longer than the deadline, or the store was away.
+  Then also while the replica was frozen or the store away, but never after the replica was killed. A final turn that
+  was answered 5xx releases nothing;
 - *expiry*: from one TTL after the last turn that surely renewed the claim. One does unless its replica was killed or
   frozen, or its store was away, meanwhile; or unless it began so late that the claim may have ended under its hands. A
   `created` claim lives one TTL whatever happens to its replica;
-- *worker lost*: as often as there are sessions, from the kill until the worker serves again;
-- *by hand*: the nemesis removed or garbled the claim. If it *replaced* it, the register has the new value from then on.
+- *first turn failed*: a turn that was `created` or `rebound` and answered 408, 409, 425, 429, 5xx or not at all, of the
+  worker it ran at, from its end to the end of the last turn beside it on that replica, held up as finals are;
+- *worker lost*: as often as there are sessions, from the kill (or from when it fell ill, see `ILL`) until every replica
+  says that it is up again;
+- *by hand*: the nemesis removed or garbled the claim, or had an admin end the session. If it *replaced* the claim, the
+  register has the new value from then on;
+- *store wiped* (or restored from a copy): every claim, from then until every replica has had its say (`DOUBT`).
 
 Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
 here. Turns that the router calls `degraded` were placed without the store: they are left out of the register, but each
-must lie in an outage that the nemesis made. In an outage a replica also goes on with what it knew, however old, where
-it could not ask (`cached`); such a turn is left out too, if there is no order with it, and counted.
+must lie in an outage that the nemesis made, or in the time after it in which a late claim is not believed (`DOUBT`, if
+its replica had served the session in the outage), or while the session's claim was garbled. In an outage a replica also
+goes on with what it knew, however old, where it could not ask (`cached`); such a turn is left out too, if there is no
+order with it, and counted.
+
+**Moved without cause** (`check_moves`). The register says nothing of turns without the store; this does. What was
+served is the truth: a turn that was served at another worker than the last one that had been served before it was sent
+needs a cause, if one of the two was `degraded`. A cause is, between what the earlier of the two relied on and the
+beginning of the later one's service,
+
+- a release as above, of the worker that it left: a final, an admin's end, a failed first turn, an illness (`ILL`), a
+  change by hand. (Time alone is one only if the session had no turn for a TTL: a turn without the store keeps it, too);
+- such a release of the worker that it came to, before the session was at the other one, where the later turn may rely
+  on what was before that (it is `cached` or `degraded`).
+
+Being slow (`worker-frozen`) is no cause, nor is an outage. What else is allowed is the residue that the documents of
+the router admit, and only for a session that an outage has touched (of a replica that served it):
+
+- *not known there*: the replica had not served the session since its last close, or had been killed since: it could
+  know of the place from the store alone. It goes where a hash says, or by what the store has done late;
+- *both served*: another replica's last turn of the session was at that worker, which it could not tell: one of the two
+  places has to give way. (If its worker falls ill thereafter, the session goes on from there to a third.) The turn
+  before must lie in the outage or within `DOUBT` after it: from then on all agree;
+- *a late claim, whose maker has died*: a replica that had to do without the store was killed before it could take back
+  what the store has done late;
+- *expired in the outage*: no turn could renew the claim for a TTL, so that the store has ended the session.
+
+So a replica that serves a session never takes it to a worker where nobody has served it. All that is excused is counted
+in `Verdict.moves`.
 
 A `created` turn needs a release even if it came to the same worker again. What was excused by what is counted in
 `Verdict.changes`, so that a rule that excuses too much is seen.
@@ -73,7 +106,12 @@ RETURN = 1.5
 CLOSE_BACKOFF = RETURN + 1.0
 """Seconds after an outage until a close that failed in it has been tried again: as soon as its end is noticed."""
 GRACE = 1.0
-"""Seconds for which a file store leaves an unreadable claim alone."""
+"""Seconds that a replica takes to do what an admin has told it."""
+DOUBT = 20.0
+"""Seconds after an outage until late claims are told from true ones: 15, and then the session's next turn."""
+ILL = ("worker-killed", "worker-sick", "worker-hung")
+"""Faults for which a worker's sessions may move, until every replica has found it well again."""
+RETRYABLE = (408, 409, 425, 429)
 LEFT = "left at [DONE]"
 """The note of a turn whose client did not wait for the end of the body: its worker may call it aborted."""
 SEARCH_LIMIT = 50_000
@@ -125,10 +163,13 @@ class Fault:
     """What the nemesis did, from before it did so until after everything was well again."""
 
     kind: str
-    """replica-killed | replica-frozen | worker-killed | worker-frozen | member-killed | member-frozen | quorum-lost |
-    compacted | disk-full | claim-removed | claim-garbled | claim-replaced | machine-slow (not its doing)"""
+    """replica-killed | replica-frozen | worker-killed | worker-frozen (for less than probes tell) | worker-hung (for
+    longer) | worker-sick | member-killed | member-frozen | quorum-lost | store-wiped | store-cut | calls-hang |
+    compacted | disk-full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended |
+    machine-slow (not its doing)"""
     target: str = ""
-    """Of a claim: the session. Of a slow machine: the replica that was slow, or nobody: all."""
+    """Of a claim: the session. Of links to the store (cut, or with single calls that hang): the replica. Of a slow
+    machine: the replica that was slow, or nobody: all."""
     start: float
     end: float = math.inf
     leader: bool = False
@@ -197,6 +238,8 @@ class Verdict:
     """Changes of worker, by what excused them."""
     renewals: Counter[str] = field(default_factory=Counter)
     """The same for `created` turns that came to the same worker again."""
+    moves: Counter[str] = field(default_factory=Counter)
+    """Turns of sessions that an outage has touched, at another worker than the one before, by what excused them."""
     lost: Counter[str] = field(default_factory=Counter)
     """Turns without a complete answer, by what excused them."""
     facts: Counter[str] = field(default_factory=Counter)
@@ -219,7 +262,8 @@ def check(history: History) -> Verdict:
     for name, turns in sent.items():
         session = _Session(name, turns, served, faults)
         check_turns(session, verdict)
-        check_place(session, verdict)
+        if check_place(session, verdict):
+            check_moves(session, verdict)
         check_idle(session, verdict)
         check_finals(session, verdict)
     verdict.violations.sort(key=lambda violation: violation.at)
@@ -267,12 +311,12 @@ class _State:
     """The op, as one that says nothing of the claim."""
 
 
-def check_place(session: _Session, verdict: Verdict) -> None:
-    """See the module's docstring."""
+def check_place(session: _Session, verdict: Verdict) -> bool:
+    """See the module's docstring. False: it is split."""
     for turn in session.turns:
         if turn.affinity == "degraded":
             verdict.facts["degraded turns"] += 1
-            if not session.faults.away(turn.replica, session.row_start(turn), turn.head or turn.end):
+            if not session.may_do_without(turn):
                 _violate(verdict, "degraded", session.name, turn.start, f"{turn.id} was placed without a healthy store")
     releases = session.releases()
     blocked: _State | None = None
@@ -281,7 +325,7 @@ def check_place(session: _Session, verdict: Verdict) -> None:
         end, blocked = _search(ops, releases)
         if end is not None:
             _account(end, verdict, late=news > 0)
-            return
+            return True
     assert blocked is not None
     tried = [op for op in ops[blocked.first :] if ops.index(op) not in blocked.placed]
     op = min(tried, key=lambda op: op.hi)
@@ -289,6 +333,107 @@ def check_place(session: _Session, verdict: Verdict) -> None:
     how = "created there" if op.created and op.worker == blocked.worker else f"at {op.worker}"
     text = f"{name} is {how}, and nothing had released it from {blocked.worker}"
     _violate(verdict, "split session", session.name, op.hi, text)
+    return False
+
+
+def check_moves(session: _Session, verdict: Verdict) -> None:
+    """*Moved without cause*, as the module's docstring says."""
+    releases = session.releases()
+    turns = {turn.id: turn for turn in session.turns}
+    served = [(turns[record.id], record) for records in session.records.values() for record in records]
+    served.sort(key=lambda each: each[1].start)
+    closes = [(each.lo, each.hi) for each in releases if each.reason not in ("worker lost", "expiry")]
+    closes += [(each.start, each.start) for each in session.turns if session.idle(each)]
+    for number, (turn, record) in enumerate(served):
+        before = [each for each in served[:number] if each[1].start < turn.start]
+        if not before or before[-1][1].worker == record.worker:
+            continue
+        last, last_record = before[-1]
+        if "degraded" not in (turn.affinity, last.affinity):
+            continue  # the register has judged it
+        low = min(session.relied_on(last, last_record), relied_on := session.relied_on(turn, record))
+        cause = _cause(session, releases, last_record, turn, record, low, relied_on)
+        if cause:
+            verdict.moves[cause] += 1
+            continue
+        closed = [close for close in closes if close[0] <= turn.start]
+        began, ended = (max((close[end] for close in closed), default=0.0) for end in (0, 1))
+        places = {each[0].replica: each for each in before if each[1].start >= began}
+        known = turn.replica in places and places[turn.replica][0].start >= ended
+        touched = [
+            outage
+            for replica in {turn.replica, last.replica, *places}
+            for outage in session.faults.outages(replica)
+            if outage.begin <= record.start and outage.end + DOUBT + RECOVERY >= last.start
+        ]
+        if residue := _residue(session, releases, turn, record, places, known) if touched else "":
+            verdict.moves[residue] += 1
+            continue
+        text = f"{turn.id} is {turn.affinity} at {record.worker}; {last.id} was at {last_record.worker}, which was well"
+        _violate(verdict, "moved without cause", session.name, record.start, text)
+
+
+def _residue(
+    session: _Session,
+    releases: Sequence[_Release],
+    turn: Sent,
+    came: Served,
+    places: dict[str, tuple[Sent, Served]],
+    known: bool,
+) -> str:
+    """What of a move around an outage cannot be helped; empty: it can. `places`: each replica's last turn since the
+    session's last close began; `known`: the turn's own replica has had one since that close had surely ended."""
+    faults = session.faults
+    if not known or faults.overlap("replica-killed", turn.replica, places[turn.replica][0].start, came.start):
+        return f"not known there: {turn.affinity}"
+    for _, there in places.values():
+        if there.worker == came.worker:
+            return "both served"
+    for _, there in places.values():
+        if any(
+            release.worker == there.worker and release.lo <= came.start and release.hi >= there.start
+            for release in releases
+            if release.reason == "worker lost"
+        ):
+            return "both served, and then one was lost"
+    if any(
+        other.affinity == "degraded"
+        and faults.overlap("replica-killed", other.replica, other.start, other.start + DOUBT)
+        for other in session.turns
+        if other.start < turn.start
+    ):
+        return "a late claim, whose maker has died"
+    if came.start >= session.held_until(turn.start) + faults.rules.ttl - EARLY:
+        return "expired in the outage"
+    return ""
+
+
+def _cause(
+    session: _Session,
+    releases: Sequence[_Release],
+    left: Served,
+    turn: Sent,
+    came: Served,
+    low: float,
+    relied_on: float,
+) -> str:
+    """Why the turn may be elsewhere than the one before; empty: nothing that is known of."""
+    old_news = turn.affinity in ("cached", "degraded", None) and relied_on <= left.start
+    for release in releases:
+        if release.reason == "expiry" or release.lo > came.start or release.hi < low:
+            continue
+        # From where it came to it was released before it was at the other one; this replica had not heard of it.
+        if release.worker in (ANY, left.worker) or (
+            release.worker == came.worker and old_news and release.lo <= left.start
+        ):
+            return release.reason
+    if session.idle(turn):
+        return "expiry"
+    if any(
+        fault.kind == "claim-replaced" and fault.start <= came.start and fault.end >= low for fault in session.by_hand
+    ):
+        return "claim replaced by hand"
+    return ""
 
 
 def _search(ops: Sequence[_Op], releases: Sequence[_Release]) -> tuple[_State | None, _State | None]:
@@ -407,7 +552,7 @@ class _Session:
             if turn.affinity == "degraded":
                 continue
             for record in self.records[turn.id]:
-                lo = self._relied_on(turn, record, news)
+                lo = self.relied_on(turn, record, news)
                 created = turn.affinity == "created" and record.worker == turn.worker
                 could_not_ask = turn.affinity in ("cached", None) and self.faults.known_away(turn, record)
                 doubtful = news > 0 and could_not_ask
@@ -416,7 +561,9 @@ class _Session:
         ops += [_Op(fault.start, fault.end, fault.worker, False, fault) for fault in replaced]
         return sorted(ops, key=lambda op: op.lo)
 
-    def _relied_on(self, turn: Sent, record: Served, news: float) -> float:
+    def relied_on(self, turn: Sent, record: Served, news: float = math.inf) -> float:
+        """Since when what the turn went by may have been so; `news`: how late its replica may hear of a close."""
+        news = min(news, self.faults.rules.news)
         rules = self.faults.rules
         lo = turn.start
         if turn.affinity in ("created", "rebound"):
@@ -473,13 +620,34 @@ class _Session:
             left = [other for other in left if other not in joined]
         return row
 
+    def may_do_without(self, turn: Sent) -> bool:
+        """Whether a turn may be placed without the store."""
+        start, end = self.row_start(turn), turn.head or turn.end
+        if self.faults.away(turn.replica, start, end):
+            return True
+        if any(
+            fault.kind == "claim-garbled" and fault.start <= end and fault.end + GRACE >= start
+            for fault in self.by_hand
+        ):
+            return True
+        return any(
+            other.affinity == "degraded"
+            and other.replica == turn.replica
+            and turn.start - DOUBT - RECOVERY <= other.start < turn.start
+            and self.faults.away(turn.replica, other.start, other.head or other.end)
+            for other in self.turns
+        )
+
     def row_start(self, turn: Sent) -> float:
         return min(other.start for other in self.row(turn))
 
     def releases(self) -> list[_Release]:
         found = [release for turn in self.turns if turn.final for release in self._of_final(turn)]
+        found += [release for turn in self.turns for release in self._of_failed(turn)]
         for fault in self.faults.all:
-            if fault.kind == "worker-killed":
+            if fault.kind == "store-wiped":
+                found.append(_Release("store wiped", ANY, fault.start, fault.end + DOUBT, math.inf))
+            if fault.kind in ILL:
                 end = fault.end + 1.0
                 for frozen in self.faults.of("replica-frozen"):
                     if frozen.start < end and frozen.end > fault.start:
@@ -489,20 +657,54 @@ class _Session:
             if fault.kind == "claim-removed":
                 found.append(_Release("claim removed by hand", ANY, fault.start, fault.end))
             elif fault.kind == "claim-garbled":
-                rules = self.faults.rules
-                until = fault.end + GRACE + rules.walk + rules.deadline
-                found.append(_Release("claim garbled by hand", ANY, fault.start, until))
+                found.append(_Release("claim garbled by hand", ANY, fault.start, self._ended_by(fault)))
+            elif fault.kind == "claim-ended":
+                found.append(_Release("ended by an admin", ANY, fault.start, self._ended_by(fault)))
         found += self._expiries(found)
         return found
+
+    def _ended_by(self, fault: Fault) -> float:
+        """Until when an admin's word may take: turns that run end first."""
+        running = [self._ends[turn.id] for turn in self.turns if turn.start <= fault.end <= self._ends[turn.id]]
+        return max([fault.end, *running]) + GRACE + self.faults.rules.deadline
+
+    def _of_failed(self, turn: Sent) -> Iterator[_Release]:
+        """Of a session's first turn that came to nothing."""
+        answered = turn.status is not None and turn.status < 500 and turn.status not in RETRYABLE
+        if turn.outcome in ("completed", "refused") or answered or turn.affinity not in ("created", "rebound", None):
+            return
+        lo = min([turn.end, *(record.end for record in self.records[turn.id])]) - EDGE
+        beside = [self._ends[other.id] for other in self.row_after(turn)]
+        hi = max([self._ends[turn.id], *beside]) + self.faults.rules.deadline + 1.0
+        hi, _ = self._held_up(turn.replica, lo, hi, "")
+        for worker in {record.worker for record in self.records[turn.id]}:
+            yield _Release("first turn failed", worker, lo, hi)
+
+    def row_after(self, turn: Sent) -> list[Sent]:
+        """Turns on its replica that overlap with it, directly or through others."""
+        row: list[Sent] = [turn]
+        until = self._ends[turn.id]
+        for other in self.turns:
+            if other is not turn and other.replica == turn.replica and turn.start - MOMENT <= other.start <= until:
+                row.append(other)
+                until = max(until, self._ends[other.id])
+        return row
 
     def _of_final(self, turn: Sent) -> Iterator[_Release]:
         if turn.outcome == "refused" or (turn.status is not None and turn.status >= 500):
             return
-        for worker, ended in [(record.worker, record.end) for record in self.records[turn.id]] or [(ANY, turn.start)]:
+        ends = [(record.worker, record.end) for record in self.records[turn.id]] or [(ANY, turn.start)]
+        for worker, ended in ends:
+            if turn.affinity == "degraded":
+                worker = ANY
             lo = min(ended, turn.end) - EDGE
             hi = turn.end + 0.05
             reason = "final" if turn.outcome == "completed" else f"final, {turn.outcome}"
-            surely = turn.outcome == "completed" and turn.end < ended + self.faults.rules.deadline - EDGE
+            surely = (
+                turn.outcome == "completed"
+                and turn.end < ended + self.faults.rules.deadline - EDGE
+                and not self.faults.away(turn.replica, turn.start, turn.end)
+            )
             if not surely:
                 hi = max(ended, turn.end) + self.faults.rules.deadline + 1.0
             for other in self.turns:
@@ -573,6 +775,16 @@ class _Session:
         if turn.head is None or self.faults.no_renewal(turn.replica, turn.start, end + 1.0):
             return (record.start, turn.start) if turn.affinity == "created" else None
         return record.start, end
+
+    def held_until(self, moment: float) -> float:
+        """Until when a turn that was sent before then has surely kept the claim."""
+        pairs = [(turn, record) for turn in self.turns for record in self.records[turn.id] if turn.start < moment]
+        return max((held[1] for pair in pairs if (held := self._surely_held(*pair)) is not None), default=math.inf)
+
+    def idle(self, turn: Sent) -> bool:
+        """Whether no turn was served in the TTL before."""
+        ends = [self._ends[each.id] for each in self.turns if each.start < turn.start and self.records[each.id]]
+        return bool(ends) and turn.start >= max(ends) + self.faults.rules.ttl - EARLY
 
     def ended(self, turn: Sent) -> float:
         return self._ends[turn.id]
@@ -655,7 +867,7 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
     found = {
         other.affinity for other in session.turns if turn.start <= other.start <= until and other.outcome != "refused"
     }
-    if "rebound" in found and session.faults.overlap("worker-killed", None, turn.start, until):
+    if "rebound" in found and any(session.faults.overlap(kind, None, turn.start, until) for kind in ILL):
         found.add("created")  # at a worker that was not there, and then at another one
     return None if None in found or "degraded" in found else {how for how in found if how}
 
@@ -665,13 +877,16 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
 
 def check_turns(session: _Session, verdict: Verdict) -> None:
     """Every turn gets one complete answer, of the worker that the answer names, which has run it once. Excused: those
-    on a replica that was killed meanwhile, and 502, a broken stream or a cut one when their worker was."""
+    on a replica that was killed meanwhile; 502, a broken stream or a cut one when their worker was; and what a sick
+    worker has answered, after which a turn may have run at one other."""
     faults = session.faults
     for turn in session.turns:
         records = session.records[turn.id]
         workers = {record.worker for record in records} | ({turn.worker} if turn.worker else set())
         dead = {worker for worker in workers if faults.overlap("worker-killed", worker, turn.start, turn.end)}
         any_dead = faults.overlap("worker-killed", None, turn.start, turn.end)
+        any_sick = faults.overlap("worker-sick", None, turn.start, turn.end)
+        sick = any(faults.overlap("worker-sick", worker, turn.start, turn.end) for worker in workers)
         if turn.outcome == "completed":
             good = ("completed", "aborted") if turn.note == LEFT else ("completed",)
             done = [record.worker for record in records if record.outcome in good]
@@ -689,12 +904,20 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
                 turn.outcome in ("cut", "broken") or (turn.outcome == "error" and turn.status == 502)
             ):
                 excuse = "worker killed"
+            elif turn.status == 502 and any(
+                faults.overlap("worker-hung", worker, turn.start, turn.end) for worker in workers
+            ):
+                excuse = "worker hung"  # what it has not read when it goes on may be too late for it
+            elif (sick or (not workers and any_sick)) and (
+                turn.outcome in ("cut", "broken") or (turn.outcome == "error" and (turn.status or 0) >= 500)
+            ):
+                excuse = "worker sick"
             if excuse is None:
                 text = f"{turn.id} at {turn.replica}: {turn.outcome} {turn.status or ''} {turn.note}"
                 _violate(verdict, "lost turn", session.name, turn.start, text)
             else:
                 verdict.lost[f"{turn.outcome}: {excuse}"] += 1
-        if len(records) > 1 and not any_dead:
+        if len(records) > 1 and not any_dead and not (sick and len(records) == 2):
             text = f"{turn.id} ran at {', '.join(record.worker for record in records)}"
             _violate(verdict, "turn run twice", session.name, turn.start, text)
 
@@ -731,22 +954,23 @@ class _Faults:
         return any(
             fault.start <= end and fault.end + after >= start
             for fault in self.all
-            if fault.kind in ("disk-full", "quorum-lost", "machine-slow") or fault.kind.startswith("member-")
+            if fault.kind in ("disk-full", "quorum-lost", "machine-slow", "store-wiped", "store-cut", "calls-hang")
+            or fault.kind.startswith("member-")
         )
 
     def outages(self, replica: str) -> list[_Outage]:
         """When the store may have been away for this replica.
 
-        A full disk; a cluster without a quorum, or whose leader was lost (an election takes longer than a call may), or
-        any member while the machine was slow (there is no time then to try another one); its own freezing, in which the
-        deadlines of its calls passed, or slowness by which they may have; and, on files, the freezing of another one
-        that may have held a lock, from the deadline on."""
+        A full disk; a cluster that was stopped or cannot be reached, without a quorum, or whose leader was lost (an
+        election takes longer than a call may), or any member while the machine was slow (there is no time then to try
+        another one); its own freezing, in which the deadlines of its calls passed, or slowness by which they may have;
+        and, on files, the freezing of another one that may have held a lock, from the deadline on."""
         if replica not in self._outages:
             found = []
             for fault in self.all:
                 if (
-                    fault.kind in ("disk-full", "quorum-lost")
-                    or (fault.kind == "replica-frozen" and fault.target == replica)
+                    fault.kind in ("disk-full", "quorum-lost", "store-wiped")
+                    or (fault.kind in ("replica-frozen", "store-cut") and fault.target == replica)
                     or (fault.kind == "machine-slow" and fault.target in ("", replica))
                 ):
                     found.append(_Outage(fault.start, fault.end))
@@ -771,7 +995,8 @@ class _Faults:
         nobody = any(
             fault.start <= record.start and fault.end + RETURN >= turn.start
             for fault in self.all
-            if fault.kind in ("disk-full", "quorum-lost")
+            if fault.kind in ("disk-full", "quorum-lost", "store-wiped")
+            or (fault.kind == "store-cut" and fault.target == turn.replica)
         )
         waited = record.start - turn.start >= self.rules.deadline - EDGE
         others = any(turn.start - 1.0 <= at <= record.start + 1.0 for at in self._degraded[turn.replica])
@@ -790,6 +1015,7 @@ class _Faults:
             found = [(each.begin, each.end + RETURN) for each in self.outages(replica)]
             frozen = self.of("member-frozen")
             found += [(fault.start, min(fault.end, fault.start + self.rules.silence)) for fault in frozen]
+            found += [(fault.start, fault.end) for fault in self.of("calls-hang", replica)]
             self._deaf[replica] = found
         return self._deaf[replica]
 

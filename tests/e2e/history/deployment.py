@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import resource
 import subprocess
 import time
@@ -20,11 +21,14 @@ from app.sessions.identity import KeyHasher
 from tests.e2e.history.checker import Rules, Served, Violation
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster
 from tests.support.processes import START_LIMIT, Process, Processes, metrics, total, wait_until
+from tests.support.tcp import TcpProxy
 from tests.support.wire import Cut, ask
 
 WORKERS = 3
 REPLICAS = 3
 WORKER_OPTIONS = ("--ttft-ms", "3", "--itl-ms", "5")
+PROBING = ("--probe-interval=0.5", "--probe-timeout=1", "--down-after=1")
+"""So that an ill worker is found to be so, and well again, within seconds."""
 DISK_BYTES = 16 << 20
 PREFIX = "history"
 COUNTERS = (
@@ -64,8 +68,11 @@ class Deployment:
         self.etcd = etcd or ETCD_BINARIES.get("etcd-3.4", ETCD_BINARIES["etcd-3.5"])
         """etcd 3.5.0 to 3.5.2 may apply entries twice or not at all after a SIGKILL under load (etcd-io/etcd issue
         13766): its members then answer differently for good, and no client can help that. The wheel has 3.5.1."""
+        self.links: list[list[TcpProxy]] = []
+        """Of each replica: what it reaches the cluster's members through."""
         self.claims = folder / "claims"
         self._processes = processes
+        self._links = contextlib.AsyncExitStack()
         self._mount: subprocess.Popen[bytes] | None = None
         """Unmounts when its input ends, so also when we are killed."""
         self._key = KeyHasher().key
@@ -76,6 +83,9 @@ class Deployment:
         if self.rules.store == "etcd":
             self.cluster = EtcdCluster(self.etcd)
             await asyncio.to_thread(self.cluster.start)
+            for _ in range(REPLICAS):
+                links = [TcpProxy("127.0.0.1", member.client_port) for member in self.cluster.members]
+                self.links.append([await self._links.enter_async_context(link) for link in links])
         else:
             self.claims.mkdir()
             self._mount_disk()
@@ -87,6 +97,7 @@ class Deployment:
             f"--max-stale={self.rules.max_stale}",
             f"--store-deadline={self.rules.deadline}",
             "--worker-keepalive=1",
+            *PROBING,
             *(f"--worker={worker.url},name={worker.name}" for worker in self.workers),
         ]
         stores = [f"--claims={self._store_url(number)}" for number in range(REPLICAS)]
@@ -100,8 +111,12 @@ class Deployment:
         if self.cluster is None:
             return f"file://{self.claims}"
         # Each begins at another member, so that a lost one is not the same to all.
-        endpoints = [member.endpoint for member in self.cluster.members]
+        endpoints = [f"127.0.0.1:{link.port}" for link in self.links[number]]
         return f"etcd://{','.join(endpoints[number:] + endpoints[:number])}/{PREFIX}"
+
+    async def unlink(self) -> None:
+        """When no replica needs the store any more."""
+        await self._links.aclose()
 
     def stop(self) -> None:
         """The store, when the processes that use it have ended."""
@@ -123,6 +138,32 @@ class Deployment:
             await asyncio.sleep(0.03)
         if node in self.replicas:
             node.descriptors = _descriptors(node)
+
+    async def doubts(self, worker: Node) -> list[str]:
+        """What those replicas say that answer and have not found the worker to be up."""
+        found = []
+        for replica in self.replicas:
+            with contextlib.suppress(OSError, Cut, TimeoutError):
+                said = await ask(replica.url, target="/admin/workers")
+                found += [
+                    f"{replica.name}: {each}"
+                    for each in said.json["workers"]
+                    if each["name"] == worker.name and each["state"] != "up"
+                ]
+        return found
+
+    async def end_session(self, session: str, rng: random.Random) -> bool:
+        """An operator closes it, at the first replica that can, and asks again while that is pending; whether it is
+        done."""
+        for _ in range(10):
+            for replica in rng.sample(self.replicas, len(self.replicas)):
+                with contextlib.suppress(OSError, Cut, TimeoutError):
+                    said = await ask(replica.url, "DELETE", f"/admin/session?session={session}")
+                    if said.status == 200 and said.json["outcome"] != "pending":
+                        return True
+                    break
+            await asyncio.sleep(0.3)
+        return False
 
     async def kill_worker(self, node: Node) -> None:
         """Take what it has recorded, then SIGKILL. What it does in the moment between is not known."""

@@ -59,6 +59,20 @@ class Load:
 
         await asyncio.gather(*(close_some() for _ in range(20)))
 
+    async def burst(self, count: int, rng: random.Random) -> None:
+        """So many new sessions at once; each is used a few times more, and then left."""
+        number = next(self._numbers)
+        names = [f"{self._seed}-burst{number}-{life}" for life in range(count)]
+        self.ids |= dict.fromkeys(names)
+        self.faithful += names
+
+        async def live(session: str, rng: random.Random) -> None:
+            for _ in range(4):
+                await self._turn(session, rng)
+                await self._pause(rng.uniform(0.0, 3.0))
+
+        await asyncio.gather(*(live(name, random.Random(rng.random())) for name in names))
+
     async def _live(self, number: int) -> None:
         rng = random.Random(f"{self._seed}/{number}")
         names = (f"{self._seed}-{number}-{life}" for life in itertools.count())

@@ -11,44 +11,87 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import os
 import random
 import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from pathlib import Path
 
 from tests.e2e.history.checker import Fault
 from tests.e2e.history.deployment import Deployment, Node
 from tests.e2e.history.load import Load
 from tests.support.etcd import EtcdServer
+from tests.support.processes import clear_faults, order_fault
 
+BURST = 40
+"""New sessions at once."""
+WELL_LIMIT_S = 150.0
+"""Within which a worker that is well again must have been found so."""
 NOTICED_S = 0.3
 """How long a balancer takes to notice that a replica is away or back."""
+
+ACTS = {
+    "replica": ("kill-replica", "freeze-replica", "end-by-admin"),
+    "worker": ("kill-worker", "freeze-worker", "sicken-worker", "flap-worker", "hang-worker"),
+    "files": ("fill-disk", "remove-files", "garble-files", "replace-files"),
+    "members": (
+        "freeze-member",
+        "kill-member",
+        "kill-leader",
+        "freeze-leader",
+        "lose-quorum",
+        "freeze-store",
+        "wipe-store",
+        "restore-store",
+        "compact",
+        "remove-keys",
+        "garble-keys",
+    ),
+    "links": ("cut-links", "cut-links-apart", "hang-calls"),
+}
+"""By lane: those of one lane come one after another, the lanes go on side by side. `_kill_replica` is kill-replica."""
+LANES = {"file": ("replica", "worker", "files"), "etcd": ("replica", "worker", "members", "links")}
 
 Act = Callable[[random.Random], Awaitable[None]]
 
 
 class Nemesis:
     def __init__(
-        self, deployment: Deployment, load: Load, *, seed: int, pause_s: tuple[float, float] = (0.5, 1.5)
+        self,
+        deployment: Deployment,
+        load: Load,
+        *,
+        seed: int,
+        pause_s: tuple[float, float] = (0.5, 1.5),
+        only: Collection[str] = (),
     ) -> None:
-        """`pause_s`: between two faults of one kind, from and to."""
+        """`pause_s`: between two faults of one lane, from and to; `only` these of `ACTS`, where there are any."""
         self.faults: list[Fault] = []
         self._deployment, self._load, self._seed, self._pause_s = deployment, load, seed, pause_s
+        self._only = only
         self._ending = asyncio.Event()
+        self._ill: dict[str, asyncio.Task[None]] = {}
+        """Workers that were ill and are not found well again; who looks for that."""
 
     async def run(self, seconds: float) -> None:
         """Returns when everything is well again."""
-        store = self._file_acts() if self._deployment.cluster is None else self._etcd_acts()
-        lanes = {"replica": self._replica_acts(), "worker": self._worker_acts(), "store": store}
-        running = [asyncio.ensure_future(self._lane(name, acts)) for name, acts in lanes.items()]
+        lanes: dict[str, list[Act]] = {}
+        for name in LANES["file" if self._deployment.cluster is None else "etcd"]:
+            acts = [act for act in ACTS[name] if not self._only or act in self._only]
+            lanes[name] = [getattr(self, f"_{act.replace('-', '_')}") for act in acts]
+        running = [asyncio.ensure_future(self._lane(name, acts)) for name, acts in lanes.items() if acts]
         try:
             await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self._ending.set()
             await asyncio.gather(*running)
+            await asyncio.gather(*self._ill.values())
 
     async def _lane(self, name: str, acts: list[Act]) -> None:
         rng = random.Random(f"{self._seed}/{name}")
@@ -70,9 +113,6 @@ class Nemesis:
         return fault
 
     # -- replicas
-
-    def _replica_acts(self) -> list[Act]:
-        return [self._kill_replica, self._freeze_replica]
 
     async def _kill_replica(self, rng: random.Random) -> None:
         replica = rng.choice(self._deployment.replicas)
@@ -97,6 +137,12 @@ class Nemesis:
         await asyncio.sleep(rng.uniform(0, NOTICED_S))
         self._load.avoided.discard(replica.name)
 
+    async def _end_by_admin(self, rng: random.Random) -> None:
+        for session in self._some_sessions(rng, 4):
+            fault = self._begin("claim-ended", session)
+            if await self._deployment.end_session(session, rng):
+                fault.end = time.time()
+
     async def _away(self, replica: Node, seconds: float) -> None:
         await asyncio.sleep(NOTICED_S)
         self._load.avoided.add(replica.name)
@@ -104,32 +150,80 @@ class Nemesis:
 
     # -- workers
 
-    def _worker_acts(self) -> list[Act]:
-        return [self._kill_worker, self._freeze_worker]
+    def _well_worker(self, rng: random.Random) -> Node | None:
+        """One that is not ill; None when only one is left."""
+        well = [worker for worker in self._deployment.workers if worker.name not in self._ill]
+        return rng.choice(well) if len(well) > 1 else None
 
     async def _kill_worker(self, rng: random.Random) -> None:
-        worker = rng.choice(self._deployment.workers)
-        fault = self._begin("worker-killed", worker.name)
-        await self._deployment.kill_worker(worker)
-        await self._wait(rng.uniform(0.2, 2.0))
-        await self._deployment.revive(worker)
-        fault.end = time.time()
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-killed", worker.name)
+            await self._deployment.kill_worker(worker)
+            await self._wait(rng.uniform(0.2, 2.0))
+            await self._deployment.revive(worker)
+            self._watch_over(worker, fault)
 
     async def _freeze_worker(self, rng: random.Random) -> None:
         """Slow is not lost: its sessions must wait."""
-        worker = rng.choice(self._deployment.workers)
-        fault = self._begin("worker-frozen", worker.name)
-        worker.process.freeze()
-        try:
-            await self._wait(rng.uniform(0.3, 1.2))
-        finally:
-            worker.process.thaw()
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-frozen", worker.name)
+            await self._freeze(worker, rng.uniform(0.3, 1.2))
             fault.end = time.time()
 
-    # -- claim files
+    async def _flap_worker(self, rng: random.Random) -> None:
+        """Stops and goes on, each time for less than would make it ill."""
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-frozen", worker.name)
+            for _ in range(rng.randint(3, 8)):
+                await self._freeze(worker, rng.uniform(0.05, 0.4))
+                await self._wait(rng.uniform(0.2, 0.6))
+            fault.end = time.time()
 
-    def _file_acts(self) -> list[Act]:
-        return [self._fill_disk, self._remove_files, self._garble_files, self._replace_files]
+    async def _hang_worker(self, rng: random.Random) -> None:
+        """For so long that probes tell."""
+        if worker := self._well_worker(rng):
+            fault = self._begin("worker-hung", worker.name)
+            await self._freeze(worker, rng.uniform(2.0, 7.0))
+            self._watch_over(worker, fault)
+
+    async def _sicken_worker(self, rng: random.Random) -> None:
+        """It fails its turns; its probes too, or not; once, or now and then."""
+        worker = self._well_worker(rng)
+        if worker is None:
+            return
+        fault = self._begin("worker-sick", worker.name)
+        kinds: list[dict[str, object]] = [{"mode": "status", "status": 500}, {"mode": "status"}, {"mode": "reset"}]
+        kind = rng.choice(kinds)
+        for _ in range(rng.choice([1, 1, 4])):
+            await order_fault(worker, times=None, probes=rng.random() < 0.5, **kind)
+            await self._wait(rng.uniform(0.3, 3.0))
+            await clear_faults(worker)
+            await self._wait(rng.uniform(0.1, 1.0))
+        self._watch_over(worker, fault)
+
+    async def _freeze(self, worker: Node, seconds: float) -> None:
+        worker.process.freeze()
+        try:
+            await self._wait(seconds)
+        finally:
+            worker.process.thaw()
+
+    def _watch_over(self, worker: Node, fault: Fault) -> None:
+        """The fault is not over before every replica says so. At the end of the run nobody waits for that."""
+
+        async def until_well() -> None:
+            give_up_at = time.monotonic() + WELL_LIMIT_S
+            while doubts := await self._deployment.doubts(worker):
+                if self._ending.is_set():
+                    return
+                assert time.monotonic() < give_up_at, f"{worker.name} is not found well again: {doubts}"
+                await self._wait(0.2)
+            fault.end = time.time()
+            del self._ill[worker.name]
+
+        self._ill[worker.name] = asyncio.ensure_future(until_well())
+
+    # -- claim files
 
     async def _fill_disk(self, rng: random.Random) -> None:
         fault = self._begin("disk-full")
@@ -164,8 +258,16 @@ class Nemesis:
             except OSError:  # there is no claim, or the disk is full
                 written.unlink(missing_ok=True)
                 continue
-            fault.end = time.time()
             self.faults.append(fault)
+        await self._mend_garbled(rng)
+
+    async def _mend_garbled(self, rng: random.Random) -> None:
+        """An operator ends the sessions of which nothing can be read, after a while."""
+        await self._wait(rng.uniform(1.0, 5.0))
+        for fault in self.faults:
+            unread = fault.kind == "claim-garbled" and fault.end == math.inf
+            if unread and await self._deployment.end_session(fault.target, rng):
+                fault.end = time.time()
 
     async def _replace_files(self, rng: random.Random) -> None:
         """Put a claim of another worker in place of one, as an operator's tool might: with the key's lock."""
@@ -208,17 +310,6 @@ class Nemesis:
         return rng.sample(ids, min(count, len(ids)))
 
     # -- members of the cluster
-
-    def _etcd_acts(self) -> list[Act]:
-        return [
-            self._freeze_member,
-            self._kill_member,
-            self._kill_leader,
-            self._freeze_leader,
-            self._lose_quorum,
-            self._compact,
-            self._remove_keys,
-        ]
 
     async def _freeze_member(self, rng: random.Random) -> None:
         await self._disturb_member("member-frozen", rng, leader=False)
@@ -267,6 +358,54 @@ class Nemesis:
                 os.waitid(os.P_PID, member.pid, os.WEXITED | os.WNOWAIT)
         member.kill()
 
+    async def _freeze_store(self, rng: random.Random) -> None:
+        """While sessions are being claimed: what it has been asked for it does late."""
+        seconds = rng.choice([0.0, 1.0, 3.0, 10.0])
+        faults = [self._begin("quorum-lost")]
+        faults += [self._begin("member-frozen", member.name) for member in self._members]
+        burst = asyncio.ensure_future(self._load.burst(BURST, rng))
+        await asyncio.sleep(rng.uniform(0.005, 0.03))
+        await self._stop_members(self._members, seconds, kill=False)
+        for fault in faults:
+            fault.end = time.time()
+        await burst
+
+    async def _wipe_store(self, rng: random.Random) -> None:
+        fault = self._begin("store-wiped")
+        await self._replace_data(None)
+        fault.end = time.time()
+
+    async def _restore_store(self, rng: random.Random) -> None:
+        """From a copy that is some seconds old."""
+        with tempfile.TemporaryDirectory(prefix="coatcheck-backup-") as folder:
+            fault = self._begin("quorum-lost")
+            await self._replace_data(Path(folder), back=False)
+            fault.end = time.time()
+            await self._wait(rng.uniform(2.0, 8.0))
+            fault = self._begin("store-wiped", "restored")
+            await self._replace_data(Path(folder), back=True)
+            fault.end = time.time()
+
+    async def _replace_data(self, copy: Path | None, *, back: bool = True) -> None:
+        """With the members stopped: remove their data, and put the copy in its place if there is one; or make one."""
+
+        def do() -> None:
+            for member in self._members:
+                self._kill(member)
+            for member in self._members:
+                if back:
+                    shutil.rmtree(member.data)
+                if copy is not None:
+                    here, there = (copy / member.name, member.data) if back else (member.data, copy / member.name)
+                    shutil.copytree(here, there)
+            for member in self._members:
+                member.restart(wait=False)
+            for member in self._members:
+                member.wait_ready()
+
+        await asyncio.to_thread(do)
+        await self._leader()
+
     async def _compact(self, rng: random.Random) -> None:
         fault = self._begin("compacted")
         status = json.loads(await self._ctl("endpoint", "status", "--write-out=json"))
@@ -279,6 +418,64 @@ class Nemesis:
             if (await self._ctl("del", self._deployment.etcd_key(session))).strip() != "0":
                 fault.end = time.time()
                 self.faults.append(fault)
+
+    async def _garble_keys(self, rng: random.Random) -> None:
+        for session in self._some_sessions(rng, 6):
+            key = self._deployment.etcd_key(session)
+            if await self._ctl("get", key, "--keys-only"):
+                self._begin("claim-garbled", session)
+                await self._ctl("put", key, rng.choice(["x", "{", '{"worker": 1}']))
+        await self._mend_garbled(rng)
+
+    # -- the network between replicas and members
+
+    async def _cut_links(self, rng: random.Random) -> None:
+        await self._cut(rng, rng.randrange(len(self._deployment.links)), 0.0, rng.uniform(0.3, 5.0))
+
+    async def _cut_links_apart(self, rng: random.Random) -> None:
+        """An outage that begins and ends at different times at two replicas."""
+        seconds = rng.uniform(2.0, 6.0)
+        await asyncio.gather(
+            *(
+                self._cut(rng, number, rng.uniform(0.0, 5.0), seconds + rng.uniform(0.0, 5.0))
+                for number in rng.sample(range(len(self._deployment.links)), 2)
+            )
+        )
+
+    async def _cut(self, rng: random.Random, number: int, after: float, until: float) -> None:
+        """One replica reaches no member, from `after` to `until` in seconds from now: its connections are refused, or
+        what is said on them, either way, arrives when the outage is over."""
+        how = rng.choice(["refuse", "hold", "hold requests", "hold replies"])
+        links = self._deployment.links[number]
+        await self._wait(after)
+        fault = self._begin("store-cut", self._deployment.replicas[number].name)
+        for link in links:
+            if how == "refuse":
+                link.refuses = True
+                link.sever()
+            else:
+                link.hold(requests=how != "hold replies", replies=how != "hold requests")
+        try:
+            await self._wait(until - after)
+        finally:
+            for link in links:
+                link.refuses = False
+                link.pass_on()
+            fault.end = time.time()
+
+    async def _hang_calls(self, rng: random.Random) -> None:
+        """One connection at a time is late, the others are not: no outage."""
+        number = rng.randrange(len(self._deployment.links))
+        fault = self._begin("calls-hang", self._deployment.replicas[number].name)
+        for _ in range(rng.randint(3, 10)):
+            link = rng.choice(self._deployment.links[number])
+            link.hold()
+            try:
+                await self._wait(rng.uniform(0.1, 1.5))
+            finally:
+                link.pass_on()
+            await self._wait(rng.uniform(0.1, 0.5))
+        fault.end = time.time()
 
     @property
     def _members(self) -> list[EtcdServer]:

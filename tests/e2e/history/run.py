@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import random
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +55,7 @@ async def run(
     think_s: float = 1.0,
     pause_s: tuple[float, float] = (0.5, 1.5),
     etcd: Path | None = None,
+    only: Collection[str] = (),
 ) -> Report:
     """Faults for `seconds`; starting, resting and checking come on top."""
     began = time.monotonic()
@@ -63,7 +67,7 @@ async def run(
         await deployment.start()
         urls = {replica.name: replica.url for replica in deployment.replicas}
         load = Load(urls, seed=seed, sessions=sessions, ttl=rules.ttl, lifetime=rules.lifetime, think_s=think_s)
-        nemesis = Nemesis(deployment, load, seed=seed, pause_s=pause_s)
+        nemesis = Nemesis(deployment, load, seed=seed, pause_s=pause_s, only=only)
         living = asyncio.ensure_future(load.run())
         try:
             async with Witness(deployment, nemesis.faults):
@@ -72,9 +76,13 @@ async def run(
         finally:
             load.end()
             await living
+        for fault in nemesis.faults:
+            if fault.kind == "claim-garbled" and fault.end == math.inf:
+                await deployment.end_session(fault.target, random.Random(seed))
         await load.close_all()
         leftovers = await deployment.leftovers()
         await deployment.collect()
+        await deployment.unlink()
     history = History(rules=rules, sent=load.sent, served=deployment.served, faults=nemesis.faults)
     verdict = check(history)
     verdict.violations += leftovers
@@ -82,7 +90,13 @@ async def run(
 
 
 def run_in_rounds(
-    rules: list[Rules], *, seconds: float, round_s: float, seed: int, keep: Path | None = None
+    rules: list[Rules],
+    *,
+    seconds: float,
+    round_s: float,
+    seed: int,
+    keep: Path | None = None,
+    only: Collection[str] = (),
 ) -> list[Report]:
     """Rounds of about `round_s`, each with fresh processes, the next seed and the next rules. Histories that are not
     legal are written to the folder `keep`."""
@@ -97,8 +111,9 @@ def run_in_rounds(
                     seconds=max(10.0, seconds / rounds - 15.0),
                     seed=seed + number,
                     folder=Path(folder),
-                    sessions=150,
+                    sessions=60,
                     pause_s=(0.5, 3.0),
+                    only=only,
                 )
             )
         reports.append(report)
@@ -141,6 +156,7 @@ def summary(reports: list[Report]) -> str:
         ("faults", faults),
         ("changes of worker, excused by", _sum(report.verdict.changes for report in reports)),
         ("the same worker again, after", _sum(report.verdict.renewals for report in reports)),
+        ("moves around outages, excused by", _sum(report.verdict.moves for report in reports)),
         ("turns without an answer", _sum(report.verdict.lost for report in reports)),
         ("judged", _sum(report.verdict.facts for report in reports)),
         ("violations", Counter(v.rule for report in reports for v in report.verdict.violations)),

@@ -309,6 +309,11 @@ class Health:
         """It is suspected for its turns, and may be given one to see."""
         return self.cause is Cause.TURNS and now >= self._trials.at and self._probes_agree
 
+    @property
+    def on_trial(self) -> bool:
+        """It has been given one, and has not answered it."""
+        return self._trials.out
+
     def trial_begun(self) -> None:
         """It is given one; the next when that has ended, or after a while."""
         self._trials.begun(self.clock())
@@ -451,7 +456,7 @@ class _Trials:
         """In a row."""
         self.rose_at = now - _RELAPSE
         self._failed = self._relapses = 0
-        self._out = False
+        self.out = False
 
     @property
     def passed(self) -> bool:
@@ -463,22 +468,22 @@ class _Trials:
         if afresh:
             self._relapses = self._relapses + 1 if now - self.rose_at < _RELAPSE else 0
         self.good = self._failed = 0
-        self._out = False
+        self.out = False
         self.at = now + self._wait
 
     def begun(self, now: float) -> None:
-        self._out = True
+        self.out = True
         self.at = now + self._wait
 
     def served(self, now: float) -> None:
-        self._out = False
+        self.out = False
         self.good += 1
         self.at = now
 
     def failed(self, now: float) -> None:
         self.good = 0
-        if self._out:
-            self._out = False
+        if self.out:
+            self.out = False
             self._failed += 1
         self.at = max(self.at, now + self._wait)
 

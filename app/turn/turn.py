@@ -199,7 +199,7 @@ class Turn:
             if self._among is not None and maker is None and binding.target.worker.name not in self._among:
                 binding = await self._go_beside(binding, self._among)
             health = binding.target.worker.health
-            if health.evicting or not binding.target.worker.known:
+            if not binding.target.worker.known or (health.evicting and not (binding.own and health.on_trial)):
                 await self._leave(binding)
             elif health.watchful and health.since > self._began and binding.own and self._free:
                 await self._leave(binding)  # it fell ill while the claim was made, and has nothing of the session yet

@@ -3,6 +3,11 @@ a worker's answers make of it, and of its sessions."""
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
+from app.fleet.health import Tolerance
 from app.http.worker import NameUnknown
 from tests.support.bench import SESSION, bench
 from tests.support.http_model import Request
@@ -75,6 +80,26 @@ async def test_the_sessions_of_a_worker_that_is_down_move_in_their_next_turn() -
         assert (got.status, got.headers[b"x-coatcheck-worker"]) == (200, b"w1")
         assert got.headers[b"x-coatcheck-affinity"] == b"rebound"
         assert (b.worker(0).cells.moved_from, b.worker(1).cells.moved_to) == (1, 1)
+
+
+async def test_a_worker_that_is_down_is_tried_with_a_new_session_and_found_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("app.fleet.health._TRIAL_WAITS", (0.0,))
+    async with bench(saying(OK, SICK, SICK, SICK, SICK, OK), saying(OK)) as b:
+        health = b.worker().health
+        health.tolerance = Tolerance(down_after=0.02)
+        for _ in range(4):
+            assert (await b.get(SESSION)).headers[b"x-coatcheck-worker"] == b"w0"
+        assert b.worker().state == "suspect"
+        await asyncio.sleep(0.02)
+        assert (await b.get(SESSION)).status == 500
+        await asyncio.sleep(0.02)
+        health.tick()
+        assert b.worker().state == "down"
+        got = await b.get((b"x-dynamo-session-id", b"new"))
+        assert (got.status, got.headers[b"x-coatcheck-worker"]) == (200, b"w0")
+        assert b.worker().state == "up"
 
 
 async def test_with_nowhere_to_go_they_stay() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
+from app.fleet.candidates import Candidates, Lineup, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance
 from app.http.headers import Header, Origin
 from app.http.names import Names
@@ -18,6 +20,14 @@ from app.http.worker import Pool
 from app.metrics import WorkerCells
 
 log = logging.getLogger("coatcheck.fleet")
+
+_NEVER = float("inf")
+_WEIGHED_EVERY = 0.1
+_WORD_STANDS = 6.0
+"""Seconds that another replica's word of its load counts: three times as long as until the next one."""
+_LINEUPS = 256
+"""At once; there is one for each set of workers that serve a model, and for each worker that turns have found lost."""
+_RESTING_AT_ONCE = 16
 
 Mark = Literal["none", "cordoned", "draining"]
 """What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
@@ -30,8 +40,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("authority", "base_path", "burden", "cells", "health", "host_line", "known", "mark", "name", "origin",
-                 "pool", "targets", "url")  # fmt: skip
+    __slots__ = ("_known", "_mark", "authority", "base_path", "burden", "cells", "changed", "health", "host_line",
+                 "name", "newness", "origin", "pool", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -55,13 +65,35 @@ class Worker:
         self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
         self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
-        self.known = True
-        """False once the worker has left the fleet; its running turns go on."""
-        self.mark: Mark = "none"
+        self.changed: Callable[[], None] = lambda: None
+        """Told when it is known or marked otherwise."""
+        self._known = True
+        self._mark: Mark = "none"
         self.health = Health(tolerance or Tolerance(), joins=joins, clock=clock)
         self.burden = 0.0
         """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
+        self.newness = 0.0
+        """The part of its share that it is not given yet, from 1 down to 0; as of then."""
         self.cells = WorkerCells()
+
+    @property
+    def known(self) -> bool:
+        """False once the worker has left the fleet; its running turns go on."""
+        return self._known
+
+    @known.setter
+    def known(self, known: bool) -> None:
+        self._known = known
+        self.changed()
+
+    @property
+    def mark(self) -> Mark:
+        return self._mark
+
+    @mark.setter
+    def mark(self, mark: Mark) -> None:
+        self._mark = mark
+        self.changed()
 
     @property
     def available(self) -> bool:
@@ -84,16 +116,22 @@ class Worker:
 class Target:
     """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
-    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it.
+    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it, `sessions` those that this
+    replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are the other replicas' (`Fleet.heard`).
     """
 
-    __slots__ = ("headers", "in_flight", "placed", "rank", "reserved", "worker")
+    __slots__ = ("headers", "in_flight", "placed", "points", "rank", "reserved", "sessions", "sessions_elsewhere",
+                 "turns_elsewhere", "worker")  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None) -> None:
         self.worker = worker
         self.rank = rank
         self.in_flight = 0
         self.reserved = 0
+        self.sessions = 0
+        self.turns_elsewhere = self.sessions_elsewhere = 0
+        self.points = points_of(worker.name, rank)
+        """By which a hash finds it."""
         self.placed = 0
         """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
@@ -103,8 +141,13 @@ class Target:
 
     @property
     def load(self) -> float:
-        """In turns in flight: its own, those to come, and what counts for some (`Worker.burden`)."""
-        return self.in_flight + self.reserved + self.worker.burden
+        """In turns in flight: the fleet's, those to come, and what counts for some (`Worker.burden`)."""
+        return self.in_flight + self.reserved + self.turns_elsewhere + self.worker.burden
+
+    @property
+    def settled(self) -> int:
+        """In sessions: the fleet's, and those to come."""
+        return self.sessions + self.reserved + self.sessions_elsewhere
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
@@ -123,6 +166,13 @@ class Fleet:
         """`clock` must be the workers'. Raises WorkerError when two workers have one name."""
         self._workers: dict[str, Worker] = {}
         self._clock = clock
+        self._lineups: dict[
+            tuple[frozenset[str] | None, frozenset[str]], tuple[Lineup[Target], tuple[Worker, ...]]
+        ] = {}
+        """Who may be chosen from, and the others, who may be due to be tried; by who is asked for and who is excluded.
+        Made when asked for, and good until something changes."""
+        self._weights = _Weights()
+        self._others = _Others()
         for worker in workers:
             other = self._workers.get(worker.name)
             if other is not None:
@@ -141,6 +191,7 @@ class Fleet:
         worker.health.may_suspect = self._may_suspect
 
         def changed(change: Change) -> None:
+            self._lineups.clear()
             worker.cells.changes[change.before.value, change.after.value] += 1
             # That a worker is there when the router starts is no news.
             level = logging.INFO if change.first and change.after is State.UP else logging.WARNING
@@ -148,6 +199,11 @@ class Fleet:
             log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why)
 
         worker.health.changed = changed
+        worker.health.burden.begun = functools.partial(self._weights.begun, worker)
+        worker.changed = self._lineups.clear
+        if worker.health.burden.any:
+            self._weights.begun(worker)
+        self._lineups.clear()
 
     def _may_suspect(self) -> bool:
         """Whether turns alone may take out one more: never more than half. When all fail, it is what all stand on, or
@@ -174,38 +230,74 @@ class Fleet:
                 return target
         return None
 
-    def candidates(self, excluded: frozenset[str] = frozenset(), *, trials: bool = True) -> list[Target]:
-        """The targets that may serve a new session, or a turn without one: those of workers that are up; of suspected
-        ones too when most are; of one that is due to be tried (`trials`), which has the least load of all. When nobody
-        is up or suspected, all that are not cordoned or gone: trying beats refusing. A policy picks by `load`."""
+    def candidates(
+        self,
+        excluded: frozenset[str] = frozenset(),
+        among: frozenset[str] | None = None,
+        *,
+        trials: bool = True,
+        key: str = "",
+    ) -> Candidates[Target]:
+        """The targets that may serve a new session (`key`: its), or a turn without one, of the workers named in `among`
+        (None: of all): those of workers that are up; of suspected ones too when most are; and one that is due to be
+        tried (`trials`). When nobody is up or suspected, all that are not cordoned or gone: trying beats refusing.
+
+        What it costs does not depend on how many there are: they are gone through once after each change."""
+        lineup, resting = self._lineups.get((among, excluded)) or self._line_up(among, excluded)
+        now = self._clock()
+        if now >= self._weights.due:
+            self._weights.weigh(now)
+        if now >= self._others.stale_at:
+            self._others.drop(now)
+        self._trial = None
+        if trials and resting:
+            self._trial = self._due(resting, now)
+        trial = () if self._trial is None else self._trial.targets
+        return Candidates(lineup, key=key, placements=self._placements, trial=trial)
+
+    def _line_up(
+        self, among: frozenset[str] | None, excluded: frozenset[str]
+    ) -> tuple[Lineup[Target], tuple[Worker, ...]]:
         up: list[Worker] = []
         suspected: list[Worker] = []
         others: list[Worker] = []
         for worker in self._workers.values():
+            if among is not None and worker.name not in among:
+                continue
             if worker.known and worker.mark == "none" and worker.name not in excluded:
                 state = worker.health.state
                 (up if state is State.UP else suspected if state is State.SUSPECT else others).append(worker)
-        now = self._clock()
-        self._trial = None
-        chosen = up
+        chosen, resting = up, suspected + others
         if len(suspected) > len(up):
-            chosen = up + suspected
+            chosen, resting = up + suspected, []
         elif not up:
-            chosen = others
-        elif trials and (suspected or others):
-            self._trial = next((each for each in (*suspected, *others) if each.health.trial_due(now)), None)
-        _weigh(chosen, now)
-        targets = [target for worker in chosen for target in worker.targets]
-        if self._trial is not None:
-            self._trial.burden = 0.0
-            least = min(target.load for target in targets)
-            self._trial.burden = least - 1.0 - max(target.load for target in self._trial.targets)
-            targets += self._trial.targets
-        return targets
+            chosen, resting = others, []
+        made = Lineup(tuple(target for worker in chosen for target in worker.targets)), tuple(resting)
+        if len(self._lineups) >= _LINEUPS:
+            self._lineups.clear()
+        self._lineups[among, excluded] = made
+        return made
 
-    def has_other(self, lost: frozenset[str]) -> bool:
-        """Whether there is a worker beside those in `lost` that is known to be there."""
-        return any(worker.available for worker in self._workers.values() if worker.name not in lost)
+    def _due(self, resting: tuple[Worker, ...], now: float) -> Worker | None:
+        """One that is due to be tried, of some, which are others each time."""
+        if len(resting) > _RESTING_AT_ONCE:
+            begin = self._placements * _RESTING_AT_ONCE % len(resting)
+            resting = resting[begin : begin + _RESTING_AT_ONCE]
+        return next((each for each in resting if each.health.trial_due(now)), None)
+
+    def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None) -> bool:
+        """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there."""
+        return any(
+            worker.available
+            for worker in self._workers.values()
+            if worker.name not in lost and (among is None or worker.name in among)
+        )
+
+    def heard(self, replica: str, loads: Mapping[Target, tuple[int, int]]) -> None:
+        """What another replica has at each target, in turns in flight and in sessions, in place of what it said before.
+        It counts until the replica says otherwise, or nothing for a while; with no `loads`, or when it is gone, it
+        counts nothing."""
+        self._others.heard(replica, loads, self._clock())
 
     def note_placed(self, target: Target) -> None:
         """It is given something that could have gone elsewhere; equals take turns by that."""
@@ -220,14 +312,64 @@ class Fleet:
             worker.pool.close()
 
 
-def _weigh(workers: list[Worker], now: float) -> None:
-    """Bring what is no load of theirs and counts for it up to date."""
-    weighed = [each for each in workers if each.health.burden.any or each.burden]
-    if weighed:
-        others = [target.load for each in workers if each not in weighed for target in each.targets]
-        usual = sum(others) / len(others) if others else 0.0
-        for worker in weighed:
-            worker.burden = worker.health.burden.now(now, usual)
+class _Weights:
+    """Brings what is no load of workers and counts for it up to date: when something has begun to count, and then every
+    `_WEIGHED_EVERY`."""
+
+    def __init__(self) -> None:
+        self.due = _NEVER
+        self._weighed: set[Worker] = set()
+        """Those for which something counts."""
+        self._begun: set[Worker] = set()
+        """Of them those for which something counts since they were weighed."""
+        self._all_due = _NEVER
+
+    def begun(self, worker: Worker) -> None:
+        """Something has begun to count, or counts more."""
+        if not self._weighed:
+            self._all_due = 0.0
+        self._weighed.add(worker)
+        self._begun.add(worker)
+        self.due = 0.0
+
+    def weigh(self, now: float) -> None:
+        some, self._begun = self._begun, set()
+        if now >= self._all_due:
+            some = set(self._weighed)
+            self._all_due = now + _WEIGHED_EVERY
+        for worker in some:
+            burden = worker.health.burden
+            worker.burden, worker.newness = burden.penalty(now), burden.newness(now)
+            if not burden.any:
+                self._weighed.discard(worker)
+        self.due = self._all_due if self._weighed else _NEVER
+
+
+class _Others:
+    """What other replicas say of their load, added up at the targets."""
+
+    def __init__(self) -> None:
+        self.stale_at = _NEVER
+        """When the oldest word does not count any more."""
+        self._said: dict[str, tuple[float, Mapping[Target, tuple[int, int]]]] = {}
+        """By replica, the longest silent first."""
+
+    def heard(self, replica: str, loads: Mapping[Target, tuple[int, int]], now: float) -> None:
+        _, before = self._said.pop(replica, (0.0, {}))
+        for target, (turns, sessions) in before.items():
+            target.turns_elsewhere -= turns
+            target.sessions_elsewhere -= sessions
+        for target, (turns, sessions) in loads.items():
+            target.turns_elsewhere += turns
+            target.sessions_elsewhere += sessions
+        if loads:
+            self._said[replica] = now, dict(loads)
+        oldest = next(iter(self._said.values()), None)
+        self.stale_at = _NEVER if oldest is None else oldest[0] + _WORD_STANDS
+
+    def drop(self, now: float) -> None:
+        for replica in [replica for replica, (at, _) in self._said.items() if now - at >= _WORD_STANDS]:
+            self.heard(replica, {}, now)
 
 
 def worker_name(url: str) -> str:

@@ -39,7 +39,8 @@ from collections.abc import Callable
 import msgspec
 
 from app.errors import TurnError
-from app.fleet.policies import Policy, least_loaded, rendezvous
+from app.fleet.candidates import Candidates
+from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
@@ -245,7 +246,7 @@ class Resolver:
         meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
         if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
             return None
-        target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset(), trials=False))
+        target = self._by_hash(claim.key, placement)
         if _names(claim, target):
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
@@ -396,7 +397,7 @@ class Resolver:
     async def _target_without_store(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
         """Where a session is served that is not known here and whose claim cannot be read: the one place to ask anybody
         else who may know. The hash is the same on every replica that sees the same workers."""
-        return rendezvous(key, placement.candidates or self._candidates(lost, trials=False))
+        return self._by_hash(key, placement, lost)
 
     def _alone(self) -> Alone:
         wall = self._claims.wall()
@@ -409,25 +410,28 @@ class Resolver:
         self, placement: Placement, lost: frozenset[str] = frozenset(), key: str = ""
     ) -> tuple[Target, str, str]:
         """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
-        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: of
-        one that is to be claimed there. While the store is suspected to be away, that is proposed which the session
-        gets without it."""
+        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: the
+        session's. While the store is suspected to be away, that is proposed which the session gets without it."""
         if placement.candidates:
-            return least_loaded(placement.candidates), "hint", ""
-        candidates, parent = self._candidates(lost), ""
+            return least(placement.candidates), "hint", ""
+        parent = ""
         if key and self._claims.suspected:
-            return rendezvous(key, self._candidates(lost, trials=False)), "policy", ""
+            return self._by_hash(key, lost=lost), "policy", ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
-            candidates = self._candidates(lost)  # as they are now
-            if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
+            candidates = self._candidates(lost, trials=False)  # as they are now
+            if (
+                near is not None
+                and near in candidates
+                and near.load - least(candidates.compared()).load <= self._parent_slack
+            ):
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
-        return self._policy(candidates), "policy", parent
+        return self._policy(self._candidates(lost, key=key)), "policy", parent
 
     def guess(self, key: str) -> Target:
         """Where the session would be served without the store. Only looks. Raises TurnError."""
-        return rendezvous(key, self._candidates(frozenset(), trials=False))
+        return self._by_hash(key)
 
     async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
         target, _, parent = await self.choose(placement, lost, key)
@@ -446,8 +450,13 @@ class Resolver:
             return None
         return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
 
-    def _candidates(self, lost: frozenset[str], *, trials: bool = True) -> list[Target]:
-        candidates = self._fleet.candidates(lost, trials=trials)
+    def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
+        """Of what the client's hint names, if there is one."""
+        hinted = placement.candidates
+        return rendezvous(key, Candidates.of(hinted) if hinted else self._candidates(lost, trials=False))
+
+    def _candidates(self, lost: frozenset[str], *, trials: bool = True, key: str = "") -> Candidates[Target]:
+        candidates = self._fleet.candidates(lost, trials=trials, key=key)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

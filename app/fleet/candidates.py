@@ -7,9 +7,10 @@ the target it finds; the nearer, the sooner on the key's *walk* (multi-probe con
 elsewhere, each to the next on its own walk, which spreads them over all others; one that comes takes its share from
 all. Rendezvous hashing does that as well, and hashes once for each target.
 
-**By load.** Up to `_ALL` targets are compared all. Of more the walk's are, and a window that moves on with each
-placement, so that none is left out for long: the least loaded of sixteen is hardly worse than the least loaded of all
-(Mitzenmacher 2001, "The power of two choices"), and needs nothing kept in order while turns come and go.
+**By load.** Up to `_ALL` targets are compared all. Of more the walk's are for a session, and for a turn without one a
+window that moves on with each placement, so that none is left out for long: the least loaded of eight is hardly worse
+than the least loaded of all (Mitzenmacher 2001, "The power of two choices in randomized load balancing"), and needs
+nothing kept in order while turns come and go.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
 _POINTS = 8
 _PROBES = 8
 _ALL = 16
-_BITS = 48
-"""Of a place on the circle; below them stands the number of the target that is there, in `_NUMBER` bits."""
 _NUMBER = 20
-_CIRCLE = 1 << _BITS
-_MASK = _CIRCLE - 1
+"""Bits of a place on the circle, the lowest, that stand for the number of the target that is there."""
+_CIRCLE = 1 << 60
+"""More would not fit into what Python adds fast."""
+_PLACE = _CIRCLE - (1 << _NUMBER)
+_TARGET = (1 << _NUMBER) - 1
 _read_points = struct.Struct(f"<{_POINTS}Q").unpack
-_read_probe = struct.Struct("<QQ").unpack
+_read_probes = struct.Struct(f"<{_PROBES}Q").unpack
 
 
 class Placed(Protocol):
@@ -46,7 +48,7 @@ def points_of(worker: str, rank: int | None) -> tuple[int, ...]:
     """The places of a target. They are the same in every version: replicas of two run side by side in an update."""
     place = f"{worker} {'' if rank is None else rank}".encode()
     digest = hashlib.blake2b(place, digest_size=8 * _POINTS, person=b"coatcheck-point1").digest()
-    return tuple((point & _MASK) << _NUMBER for point in _read_points(digest))
+    return tuple(point & _PLACE for point in _read_points(digest))
 
 
 class Lineup(Generic[T]):
@@ -67,20 +69,14 @@ class Lineup(Generic[T]):
         """The first few targets by hash: at least one."""
         places, targets = self._places, self.targets
         if not places:
-            places = [point | number for number, target in enumerate(targets) for point in target.points]
-            places.sort()
-            self._places = places
-        at, step = _read_probe(hashlib.blake2b(key.encode(), digest_size=16, person=b"coatcheck-probe1").digest())
-        found = []
-        for _ in range(_PROBES):
-            at = (at + step) & _MASK
-            probe = at << _NUMBER
-            index = bisect_left(places, probe)
-            # The distance stands above the number of the target.
-            found.append(places[index] - probe if index < len(places) else places[0] - probe + (_CIRCLE << _NUMBER))
+            places += sorted(point | number for number, target in enumerate(targets) for point in target.points)
+            places.append(places[0] + _CIRCLE)  # after the last comes the first
+        digest = hashlib.blake2b(key.encode(), digest_size=8 * _PROBES, person=b"coatcheck-probe1").digest()
+        probes = [word & _PLACE for word in _read_probes(digest)]
+        # The distance stands above the number of the target.
+        found = [places[bisect_left(places, probe)] - probe for probe in probes]
         found.sort()
-        numbers = dict.fromkeys(place & ((1 << _NUMBER) - 1) for place in found)
-        return [targets[number] for number in numbers]
+        return [targets[number] for number in {place & _TARGET: None for place in found}]
 
 
 class Candidates(Collection[T]):
@@ -126,12 +122,10 @@ class Candidates(Collection[T]):
         """Those to compare by load: all, or `_ALL` of them."""
         return self._window(self._placements * _ALL, _ALL)
 
-    def beside(self, walk: list[T]) -> tuple[T, ...]:
-        """Those to compare with the walk's, and these: all, or about `_ALL`, none of them twice."""
+    def beside(self, walk: list[T]) -> Sequence[T]:
+        """Those to compare with the walk's, and these: all, or of many the walk's alone, which are as good as any."""
         targets = self._lineup.targets
-        if len(targets) <= _ALL:
-            return targets
-        return (*walk, *(each for each in self._window(self._placements * _PROBES, _PROBES) if each not in walk))
+        return targets if len(targets) <= _ALL else walk
 
     def _window(self, begin: int, size: int) -> tuple[T, ...]:
         targets = self._lineup.targets

@@ -31,9 +31,9 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
     if candidates.trial:
         return least(candidates.trial)
     if not candidates.key:
-        compared = candidates.compared()
-        load, _ = _usual(compared)
-        return min(compared, key=lambda each: (each.load + each.worker.newness * load, each.placed))
+        some = candidates.compared()
+        load, _ = _usual(some)
+        return min(some, key=lambda each: (each.load + each.worker.newness * load, each.placed))
     walk = candidates.walk()
     compared = candidates.beside(walk)
     load, sessions = _usual(compared)

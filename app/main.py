@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from app import version
 from app.admin import add_admin
-from app.config import Settings, Workers, state_folder
+from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.fleet.discovery.discovery import Discovery
+from app.fleet.discovery.operators import Operators
+from app.fleet.discovery.records import RegistrySource, this_host
+from app.fleet.discovery.source import Source
+from app.fleet.discovery.urls import open_source
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
+from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
-from app.fleet.workers import Fleet, make_worker, worker_specs
+from app.fleet.workers import Fleet, Worker, WorkerSpec, make_worker, worker_specs
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
-from app.listening import is_loopback
+from app.listening import Place, is_loopback, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
+from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
 from app.sessions.endings import EndingFiles
-from app.sessions.identity import Identifier, KeyHasher
+from app.sessions.identity import Identifier, KeyHasher, parse_source
+from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
@@ -40,6 +51,19 @@ from backends.base import ClaimStore
 
 _LAG_EVERY = 0.1
 """Seconds between looks at the loop's lag."""
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """What the settings' files of keys say."""
+
+    tenants: Tenants
+    worker_key: bytes
+
+    @classmethod
+    def read(cls, settings: Settings) -> Keys:
+        """Raises ValueError, OSError."""
+        file = settings.access.api_keys
+        return cls(read_keys(file) if file is not None else Tenants({}), settings.workers.key.encode())
 
 
 class ControlPlane(FastAPI):
@@ -72,6 +96,18 @@ class Router(ControlPlane):
     origins: Origins | None
     """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
+    replicas: Replicas
+    door: Door
+    """Where other replicas come in, on a listener of its own."""
+    settings: Settings
+    """As they are now: some may change while the router runs."""
+    reading: Reading
+    keys: Keys
+    hasher: KeyHasher
+    claims: ClaimStore | None = None
+    """From the start-up on."""
+    discovery: Discovery
+    prober: Prober
     fleet: Fleet
     metrics: Metrics
     admin_side: ControlPlane
@@ -95,6 +131,41 @@ class Router(ControlPlane):
             return self.turns
         return self.one_model if kind is Kind.MODEL else None
 
+    def read_anew(self) -> None:
+        """Read the requests that come from now on by the settings and for the fleet as they are now."""
+        settings = self.settings
+        self.reading = Reading(
+            identifier=Identifier(settings.sessions.session_from),
+            tenants=self.keys.tenants,
+            forwarding=Forwarding(settings.listen.trusted_proxies),
+            worker_key=self.keys.worker_key,
+            rank_header=settings.workers.rank_header.lower().encode(),
+            has_ranks=self.has_ranks(),
+            body_limit=settings.limits.max_body_bytes,
+            judges_hints=settings.sessions.hints == "follow",
+        )
+        if self.claims is not None:
+            shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
+            self.turns.share(shared)
+
+    def has_ranks(self) -> bool:
+        return any(target.rank is not None for worker in self.fleet for target in worker.targets)
+
+    async def follow(self, settings: Settings) -> None:
+        """Go by these settings from now on, which differ only in what can change while turns run
+        (`Settings.changed_by`). Turns that run keep what they began with. Raises ValueError or OSError where a file or
+        a store that they name cannot be used; then nothing has changed."""
+        keys = Keys.read(settings)
+        assert self.claims is not None
+        labels, new = await open_sources(settings, self.claims, [each.source.label for each in self.discovery.sources])
+        self.settings, self.keys = settings, keys
+        self.read_anew()
+        self.replicas.agree_on(hashes(_what_must_agree(settings, self.hasher, keys.tenants)))
+        for worker in self.fleet:
+            worker.pool.connect_limit = settings.limits.connect_timeout
+        self.prober.follow(_probing(settings))
+        await self.discovery.follow(worker_specs(settings.workers.worker), new, labels)
+
 
 def _marking(send: Send, crossing: Crossing) -> Send:
     async def sending(message: Message) -> None:
@@ -105,27 +176,35 @@ def _marking(send: Send, crossing: Crossing) -> Send:
     return sending
 
 
-def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
-    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
+def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
+    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
+    `peer_place`: where the other replicas are told to find it; None: it has no peers."""
     tls = _worker_tls(settings.workers)
-    fleet = make_fleet(settings, tls)
+    fleet = Fleet(())
     metrics = Metrics()
+    metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
     policy = POLICIES[settings.workers.policy]
-    tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
-    reading = Reading(
-        identifier=Identifier(settings.sessions.session_from),
-        tenants=tenants,
-        forwarding=Forwarding(settings.listen.trusted_proxies),
-        worker_key=settings.workers.key.encode(),
-        rank_header=settings.workers.rank_header.lower().encode(),
-        has_ranks=any(target.rank is not None for worker in fleet for target in worker.targets),
-        body_limit=settings.limits.max_body_bytes,
-        judges_hints=settings.sessions.hints == "follow",
+    keys = Keys.read(settings)
+    network = network_name()
+    names = Naming(fleet, network)
+    peers = Peers(settings.store.replica, names, metrics)
+    door = Door(secrets.token_urlsafe(24), lambda: app.affinity.desk)
+    place = peer_place or Place()
+    myself = Myself(
+        replica=settings.store.replica,
+        version=version(),
+        network=network,
+        agrees=hashes(_what_must_agree(settings, hasher, keys.tenants)),
+        host=place.host,
+        port=place.port,
+        token=door.token,
     )
-    models = Models(ModelLists(fleet, tls), reading)
-    metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
+
+    def fleet_changed() -> None:
+        if app.claims is not None and app.reading.has_ranks != app.has_ranks():
+            app.read_anew()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -150,11 +229,13 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
                 endings=_ending_files(settings),
+                names=names,
+                peers=peers,
             )
             app.turns = Turns(
                 Shared(
                     fleet=fleet,
-                    reading=reading,
+                    reading=app.reading,
                     routing=Routing(
                         fleet=fleet,
                         policy=policy,
@@ -168,27 +249,51 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                         ),
                     ),
                     metrics=metrics,
-                    limits=Limits(
-                        first_byte=settings.limits.first_byte_timeout,
-                        idle=settings.limits.idle_timeout,
-                        total=settings.limits.turn_timeout,
-                    ),
+                    limits=_turn_limits(settings),
                 )
+            )
+            app.replicas = Replicas(
+                claims.registry,
+                myself,
+                fleet=fleet,
+                affinity=app.affinity,
+                peers=peers,
+                names=names,
+                metrics=metrics,
+                running=lambda: app.turns.count,
             )
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
+            app.claims = claims  # and the turns are there
+            _, sources = await open_sources(settings, claims)
+            await app.discovery.start(claims.registry, sources)
+            stack.push_async_callback(app.discovery.aclose)
             app.affinity.start()
-            prober = make_prober(settings, fleet)
+            app.prober = prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
             await prober.start()
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
+            stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
+            app.replicas.start()
+            stack.push_async_callback(app.replicas.aclose)
             stack.callback(fleet.close)
             yield
 
     app = Router("coatcheck", lifespan=lifespan)
-    app.fleet, app.metrics = fleet, metrics
+    app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
+    app.keys, app.hasher = keys, hasher
+    app.discovery = Discovery(
+        fleet,
+        worker_maker(lambda: app.settings, tls),
+        worker_specs(settings.workers.worker),
+        grace=settings.workers.worker_grace,
+        changed=fleet_changed,
+        gone=metrics.forget_worker,
+    )
+    app.read_anew()
+    models = Models(ModelLists(fleet, tls), lambda: app.reading)
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
@@ -204,7 +309,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 fleet,
                 tls,
                 who,
-                reading,
+                lambda: app.reading,
                 admin_token=settings.access.token,
                 seconds=settings.limits.first_byte_timeout,
             ),
@@ -212,12 +317,31 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     add_admin(
         app.admin_side,
         fleet=fleet,
+        discovery=app.discovery,
+        operators=Operators(fleet, app.discovery),
         affinity=lambda: app.affinity,
         hasher=hasher,
         admins=admins,
         replica=settings.store.replica,
+        replicas=lambda: app.replicas,
     )
     return app
+
+
+def _what_must_agree(settings: Settings, hasher: KeyHasher, tenants: Tenants) -> dict[str, bytes]:
+    """By setting, in one spelling: replicas that differ in one of these do not find each other's sessions, or place and
+    keep them differently."""
+    sources = [source for text in settings.sessions.session_from for source in parse_source(text)]
+    return {
+        # A key of no session: no more than any claim's tells who reads the store.
+        "session-secret": hasher.key(b"\xff", b"\xff").encode(),
+        "session-from": repr(sources).encode(),
+        "api-keys": tenants.canonical(),
+        "policy": settings.workers.policy.encode(),
+        "parent-slack": b"%d" % settings.sessions.parent_slack,
+        "session-ttl": repr(settings.store.session_ttl).encode(),
+        "kept-ttl": repr(settings.store.kept_ttl).encode(),
+    }
 
 
 def _admins(settings: Settings) -> tuple[Admins, Admins]:
@@ -243,6 +367,39 @@ async def open_claims(settings: Settings) -> ClaimStore:
     return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
 
 
+async def open_claims_at(url: str, *, deadline: float) -> ClaimStore:
+    """The store at a URL, for whoever registers there. Raises StoreConfigurationError."""
+    return await open_store(url, across_processes=True, deadline=deadline)
+
+
+async def open_sources(
+    settings: Settings, claims: ClaimStore, known: Container[str] = ()
+) -> tuple[list[str], list[Source]]:
+    """The labels of the sources of workers that the settings name, and those of them that are not `known`, opened.
+    Raises StoreConfigurationError."""
+    urls = settings.workers.workers_from or ((settings.store.claims,) if settings.registers_only else ())
+    labels: list[str] = []
+    opened: list[Source] = []
+    for url in urls:
+        source = open_source(url)
+        label = mask(url) if source is None else source.label
+        labels.append(label)
+        if label in known:
+            continue
+        if source is None and url == settings.store.claims:
+            source = RegistrySource(claims.registry, label, host=this_host())
+        elif source is None:
+            store = await open_claims_at(url, deadline=settings.store.store_deadline)
+            source = RegistrySource(store.registry, label, host=this_host(), close=store.aclose)
+        opened.append(source)
+    return labels, opened
+
+
+def _turn_limits(settings: Settings) -> Limits:
+    limits = settings.limits
+    return Limits(first_byte=limits.first_byte_timeout, idle=limits.idle_timeout, total=limits.turn_timeout)
+
+
 def tolerance(settings: Workers) -> Tolerance:
     """What is asked of workers."""
     return Tolerance(
@@ -254,36 +411,43 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def make_fleet(settings: Settings, tls: ssl.SSLContext | None = None) -> Fleet:
-    """The workers that the settings name. `tls` is for https ones."""
-    names, tolerated = Names(), tolerance(settings.workers)
-    tls = tls or _worker_tls(settings.workers)
-    return Fleet(
-        make_worker(
+def worker_maker(
+    settings: Callable[[], Settings], tls: ssl.SSLContext | None = None
+) -> Callable[[WorkerSpec, bool], Worker]:
+    """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
+    https ones."""
+    names, tolerated = Names(), tolerance(settings().workers)
+    context = tls or _worker_tls(settings().workers)
+
+    def make(spec: WorkerSpec, joins: bool) -> Worker:
+        return make_worker(
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
-            tls=tls,
-            connect_limit=settings.limits.connect_timeout,
-            idle_limit=settings.workers.worker_keepalive,
+            tls=context,
+            tls_name=spec.tls_name,
+            connect_limit=settings().limits.connect_timeout,
+            idle_limit=settings().workers.worker_keepalive,
             names=names,
             tolerance=tolerated,
+            joins=joins,
         )
-        for spec in worker_specs(settings.workers.worker)
-    )
+
+    return make
 
 
 def make_prober(settings: Settings, fleet: Fleet) -> Prober:
     """Asks as the settings say. The caller starts and stops it."""
+    return Prober(fleet, _probing(settings))
+
+
+def _probing(settings: Settings) -> Probing:
     path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
-    return Prober(
-        fleet,
-        Probing(
-            path=path.encode(),
-            interval=settings.workers.probe_interval,
-            limit=settings.workers.probe_timeout,
-            key_line=worker_key_line(settings.workers.key.encode()),
-        ),
+    return Probing(
+        path=path.encode(),
+        interval=settings.workers.probe_interval,
+        limit=settings.workers.probe_timeout,
+        key_line=worker_key_line(settings.workers.key.encode()),
     )
 
 
@@ -344,6 +508,18 @@ def _register_gauges(app: Router) -> None:
         "Attempts that hold a slot, at each target that is a rank.",
         "target",
         lambda: ((f"{w.name}/{t.rank}", t.in_flight) for w in app.fleet for t in w.targets if t.rank is not None),
+    )
+    metrics.gauges(
+        "coatcheck_worker_source_up",
+        "1 while a source of workers answers.",
+        "source",
+        lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
+    )
+    metrics.gauges(
+        "coatcheck_worker_source_workers",
+        "Workers that a source names.",
+        "source",
+        lambda: ((label, count) for label, count, _ in app.discovery.overview()),
     )
     metrics.gauges(
         "coatcheck_worker_connections",

@@ -3,6 +3,7 @@ tells the fleet (`Fleet.note_placed`)."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from math import ceil, floor
 
@@ -97,3 +98,8 @@ POLICIES: dict[str, Policy] = {"least-loaded": least_loaded, "round-robin": roun
 def rendezvous(key: str, candidates: Candidates[Target]) -> Target:
     """Where replicas meet that can ask nobody: the same target on all that have the same candidates, by hash alone."""
     return candidates.walk(key)[0]
+
+
+def rank_by_hash(key: str, name: str) -> bytes:
+    """Orders names for a key: replicas that choose among the same ones choose alike, and differently for each key."""
+    return hashlib.blake2b(f"{key} {name}".encode(), digest_size=8, person=b"coatcheck-hrw1").digest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import hashlib
@@ -12,8 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
+import msgspec
+
 from app.fleet.candidates import Candidates, Lineup, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance
+from app.fleet.loads import Others, Weights
 from app.http.headers import Header, Origin
 from app.http.names import Names
 from app.http.worker import Pool
@@ -21,13 +25,14 @@ from app.metrics import WorkerCells
 
 log = logging.getLogger("coatcheck.fleet")
 
-_NEVER = float("inf")
-_WEIGHED_EVERY = 0.1
-_WORD_STANDS = 6.0
-"""Seconds that another replica's word of its load counts: three times as long as until the next one."""
 _LINEUPS = 256
 """At once; there is one for each set of workers that serve a model, and for each worker that turns have found lost."""
 _RESTING_AT_ONCE = 16
+_LEARNT_WITHIN = 2.0
+"""Seconds in which a worker that another replica knows is waited for."""
+_STRANGE_FOR = 30.0
+"""Seconds in which a name that was waited for in vain is not waited for again."""
+_STRANGERS = 10_000
 
 Mark = Literal["none", "cordoned", "draining"]
 """What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
@@ -40,8 +45,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_known", "_mark", "authority", "base_path", "burden", "cells", "changed", "health", "host_line",
-                 "name", "newness", "origin", "pool", "targets", "url")  # fmt: skip
+    __slots__ = ("_known", "_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health",
+                 "host_line", "name", "newness", "origin", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -66,9 +71,11 @@ class Worker:
         self.pool = pool
         self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
         self.changed: Callable[[], None] = lambda: None
-        """Told when it is known or marked otherwise."""
-        self._known = True
+        """Told when it is known, marked or named otherwise."""
+        self._known, self._leaving = True, False
         self._mark: Mark = "none"
+        self.spec: WorkerSpec | None = None
+        """As whoever named it describes it."""
         self.health = Health(tolerance or Tolerance(), joins=joins, clock=clock)
         self.burden = 0.0
         """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
@@ -87,6 +94,16 @@ class Worker:
         self.changed()
 
     @property
+    def leaving(self) -> bool:
+        """Nobody names it any more; it is gone when that lasts."""
+        return self._leaving
+
+    @leaving.setter
+    def leaving(self, leaving: bool) -> None:
+        self._leaving = leaving
+        self.changed()
+
+    @property
     def mark(self) -> Mark:
         return self._mark
 
@@ -98,15 +115,16 @@ class Worker:
     @property
     def available(self) -> bool:
         """May be given a new session."""
-        return self.known and self.mark == "none" and self.health.state in (State.UP, State.SUSPECT)
+        sound = self.health.state in (State.UP, State.SUSPECT)
+        return self.known and self.mark == "none" and not self.leaving and sound
 
     @property
     def state(self) -> str:
         """In one word: gone, what was decided, or how it is. Whoever is down is down whatever was decided."""
         if not self.known:
             return "gone"
-        decided = self.mark != "none" and self.health.state is not State.DOWN
-        return self.mark if decided else self.health.state.value
+        decided = "leaving" if self.leaving and self.mark == "none" else self.mark
+        return decided if decided != "none" and self.health.state is not State.DOWN else self.health.state.value
 
     @property
     def in_flight(self) -> int:
@@ -160,19 +178,25 @@ class Target:
 
 
 class Fleet:
-    """The workers this replica may use, by name."""
+    """The workers this replica may use, by name. They come and go while turns run."""
 
     def __init__(self, workers: Iterable[Worker], *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` must be the workers'. Raises WorkerError when two workers have one name."""
-        self._workers: dict[str, Worker] = {}
         self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._awaited: dict[str, asyncio.Event] = {}
+        """Names that are waited for."""
+        self._strangers: dict[str, float] = {}
+        """Names that are not waited for, each until when; the oldest first."""
+        self.look: Callable[[], None] | None = None
+        """Has the sources of workers asked at once; None: the fleet is what it is."""
         self._lineups: dict[
             tuple[frozenset[str] | None, frozenset[str]], tuple[Lineup[Target], tuple[Worker, ...]]
         ] = {}
         """Who may be chosen from, and the others, who may be due to be tried; by who is asked for and who is excluded.
         Made when asked for, and good until something changes."""
-        self._weights = _Weights()
-        self._others = _Others()
+        self._weights = Weights[Worker]()
+        self._others = Others[Target]()
         for worker in workers:
             other = self._workers.get(worker.name)
             if other is not None:
@@ -230,6 +254,46 @@ class Fleet:
                 return target
         return None
 
+    def put(self, worker: Worker) -> None:
+        """It is of the fleet from now on, in place of one of the same name."""
+        self._dismiss(self._workers.get(worker.name))
+        self._workers[worker.name] = worker
+        self._look_after(worker)
+        self._strangers.pop(worker.name, None)
+        if worker.name in self._awaited:
+            self._awaited.pop(worker.name).set()
+
+    def remove(self, name: str) -> None:
+        """It is gone: its running turns go on, its sessions move with their next turn."""
+        self._dismiss(self._workers.pop(name, None))
+        self._note_strange(name, float("inf"))
+
+    def _dismiss(self, worker: Worker | None) -> None:
+        if worker is not None:
+            worker.known = False
+            worker.pool.close()
+
+    async def learn(self, name: str) -> bool:
+        """Wait a moment for a worker that a claim names and nobody here has heard of: another replica may know it
+        first. Returns whether it is here now. One that is known to be gone is not waited for."""
+        if self.look is None or self._clock() < self._strangers.get(name, 0.0):
+            return name in self._workers
+        came = self._awaited.setdefault(name, asyncio.Event())
+        self.look()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEARNT_WITHIN):
+                await came.wait()
+        if name not in self._workers:
+            self._awaited.pop(name, None)
+            self._note_strange(name, self._clock() + _STRANGE_FOR)
+        return name in self._workers
+
+    def _note_strange(self, name: str, until: float) -> None:
+        self._strangers.pop(name, None)
+        self._strangers[name] = until
+        if len(self._strangers) > _STRANGERS:
+            del self._strangers[next(iter(self._strangers))]
+
     def candidates(
         self,
         excluded: frozenset[str] = frozenset(),
@@ -266,7 +330,8 @@ class Fleet:
                 continue
             if worker.known and worker.mark == "none" and worker.name not in excluded:
                 state = worker.health.state
-                (up if state is State.UP else suspected if state is State.SUSPECT else others).append(worker)
+                sound = up if state is State.UP else suspected if state is State.SUSPECT else others
+                (others if worker.leaving else sound).append(worker)
         chosen, resting = up, suspected + others
         if len(suspected) > len(up):
             chosen, resting = up + suspected, []
@@ -312,66 +377,6 @@ class Fleet:
             worker.pool.close()
 
 
-class _Weights:
-    """Brings what is no load of workers and counts for it up to date: when something has begun to count, and then every
-    `_WEIGHED_EVERY`."""
-
-    def __init__(self) -> None:
-        self.due = _NEVER
-        self._weighed: set[Worker] = set()
-        """Those for which something counts."""
-        self._begun: set[Worker] = set()
-        """Of them those for which something counts since they were weighed."""
-        self._all_due = _NEVER
-
-    def begun(self, worker: Worker) -> None:
-        """Something has begun to count, or counts more."""
-        if not self._weighed:
-            self._all_due = 0.0
-        self._weighed.add(worker)
-        self._begun.add(worker)
-        self.due = 0.0
-
-    def weigh(self, now: float) -> None:
-        some, self._begun = self._begun, set()
-        if now >= self._all_due:
-            some = set(self._weighed)
-            self._all_due = now + _WEIGHED_EVERY
-        for worker in some:
-            burden = worker.health.burden
-            worker.burden, worker.newness = burden.penalty(now), burden.newness(now)
-            if not burden.any:
-                self._weighed.discard(worker)
-        self.due = self._all_due if self._weighed else _NEVER
-
-
-class _Others:
-    """What other replicas say of their load, added up at the targets."""
-
-    def __init__(self) -> None:
-        self.stale_at = _NEVER
-        """When the oldest word does not count any more."""
-        self._said: dict[str, tuple[float, Mapping[Target, tuple[int, int]]]] = {}
-        """By replica, the longest silent first."""
-
-    def heard(self, replica: str, loads: Mapping[Target, tuple[int, int]], now: float) -> None:
-        _, before = self._said.pop(replica, (0.0, {}))
-        for target, (turns, sessions) in before.items():
-            target.turns_elsewhere -= turns
-            target.sessions_elsewhere -= sessions
-        for target, (turns, sessions) in loads.items():
-            target.turns_elsewhere += turns
-            target.sessions_elsewhere += sessions
-        if loads:
-            self._said[replica] = now, dict(loads)
-        oldest = next(iter(self._said.values()), None)
-        self.stale_at = _NEVER if oldest is None else oldest[0] + _WORD_STANDS
-
-    def drop(self, now: float) -> None:
-        for replica in [replica for replica, (at, _) in self._said.items() if now - at >= _WORD_STANDS]:
-            self.heard(replica, {}, now)
-
-
 def worker_name(url: str) -> str:
     """The name of a worker that was not given one: opaque, so that addresses do not leak, and the same on every
     replica that is given the same URL."""
@@ -401,29 +406,64 @@ def normal_url(url: str) -> str:
     return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}{path}"
 
 
-class WorkerSpec:
-    """One `--worker URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as whoever names it describes it."""
 
-    __slots__ = ("name", "ranks", "url")
+    name: str
+    url: str
+    """In the one spelling (`normal_url`)."""
+    ranks: int = 0
+    """Data-parallel ranks; 0: ranks mean nothing to it."""
+    tls_name: str = ""
+    """Whose certificate an https worker shows; empty: that of the URL's host."""
+    models: tuple[str, ...] = ()
+    """What it says it serves."""
+    labels: dict[str, str] = {}
+    incarnation: str = ""
+    """Changes when its cache is lost; empty: not said."""
+    draining: bool = False
+    """It asks for no new sessions."""
+    until: float = 0.0
+    """When it is draining: when its sessions move, in Unix seconds; 0: not said."""
 
-    def __init__(self, text: str) -> None:
-        url, *options = text.split(",")
-        self.url = normal_url(url)
-        self.name = worker_name(self.url)
-        self.ranks = 0
-        for option in options:
-            key, equals, value = (part.strip() for part in option.partition("="))
-            if key == "name" and equals:
-                if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
-                    raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
-                self.name = value
-            elif key == "dp" and equals:
-                if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1024:
-                    raise WorkerError(f"worker {text!r}: dp is its number of data-parallel ranks, 1 to 1024")
-                self.ranks = int(value)
-            else:
-                known = "write URL[,name=NAME][,dp=RANKS]"
-                raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
+    def is_another(self, other: WorkerSpec) -> bool:
+        """What was known of the other one is not true of it: it is elsewhere, or its cache is lost."""
+        mine, others = ((each.url, each.ranks, each.tls_name) for each in (self, other))
+        return mine != others or self.is_colder(other)
+
+    def is_colder(self, other: WorkerSpec) -> bool:
+        return bool(self.incarnation and other.incarnation and self.incarnation != other.incarnation)
+
+
+def checked_name(name: str) -> str:
+    """Raises WorkerError."""
+    if not name or len(name) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in name):
+        raise WorkerError(f"worker {name!r}: a name is 1 to 64 visible ASCII characters without spaces")
+    return name
+
+
+def checked_ranks(ranks: int) -> int:
+    """Raises WorkerError."""
+    if not 1 <= ranks <= 1024:
+        raise WorkerError("dp is its number of data-parallel ranks, 1 to 1024")
+    return ranks
+
+
+def worker_spec(text: str) -> WorkerSpec:
+    """Of one `URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+    written, *options = text.split(",")
+    url = normal_url(written)
+    name, ranks = worker_name(url), 0
+    for option in options:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if key == "name" and equals:
+            name = checked_name(value)
+        elif key == "dp" and equals:
+            ranks = checked_ranks(int(value) if value.isascii() and value.isdigit() else 0)
+        else:
+            known = "write URL[,name=NAME][,dp=RANKS]"
+            raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
+    return WorkerSpec(name=name, url=url, ranks=ranks)
 
 
 def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
@@ -432,7 +472,7 @@ def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
     names: dict[str, str] = {}
     urls: dict[str, str] = {}
     for text in texts:
-        spec = WorkerSpec(text)
+        spec = worker_spec(text)
         if spec.url in urls:
             raise WorkerError(f"{urls[spec.url]} and {text} are the same worker; remove one")
         if spec.name in names:
@@ -451,6 +491,7 @@ def make_worker(
     name: str | None = None,
     ranks: int = 0,
     tls: ssl.SSLContext | None = None,
+    tls_name: str = "",
     connect_limit: float,
     idle_limit: float,
     names: Names | None = None,
@@ -458,8 +499,9 @@ def make_worker(
     joins: bool = False,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
-    """A worker from its URL. `tls` is used for https URLs; limits in seconds; `names`: the fleet's; `joins`: it comes
-    to a fleet that runs already. Raises WorkerError."""
+    """A worker from its URL. `tls` is used for https URLs, `tls_name` for its certificate where that is not of the
+    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already. Raises
+    WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -468,6 +510,7 @@ def make_worker(
         parts.hostname,
         parts.port,
         tls=tls if parts.scheme == "https" else None,
+        server_name=tls_name or None,
         connect_limit=connect_limit,
         idle_limit=idle_limit,
         names=names,

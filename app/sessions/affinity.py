@@ -17,12 +17,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from app.errors import TurnError
+from app.fleet.naming import Naming
 from app.fleet.policies import Policy
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState, Tasks
+from app.sessions.desk import Desk
 from app.sessions.endings import EndingFiles
 from app.sessions.entries import Entries, Entry, View
+from app.sessions.peers import Ask, Peers
 from app.sessions.resolver import ANYWHERE, WHERE_KEPT, Placement, Resolver
 from app.sessions.upkeep import Closer, Renewer, at_once, watch
 from backends.base import Claim, ClaimStore, ClaimUnreadable, StoreError
@@ -153,6 +156,12 @@ class Binding:
             entry.trial = False
             entry.closing = entry.closing or self._final
 
+    def settle(self) -> Entry:
+        """What it is bound to, for a turn elsewhere: it stays, though none here is answered."""
+        assert self._entry is not None
+        self._entry.trial = False
+        return self._entry
+
     def end(self) -> None:
         """End the session with its last turn here."""
         if self._entry is not None:
@@ -218,6 +227,8 @@ class Affinity:
         parent_slack: int = 16,
         log_share: float = 0.0,
         endings: EndingFiles | None = None,
+        names: Naming | None = None,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -225,7 +236,8 @@ class Affinity:
         in seconds; `capacity` in entries; `clock` must be the store's, `wall` says Unix seconds. A child session
         follows its parent unless that target has over `parent_slack` turns more than the least loaded one. `log_share`
         of the sessions (0 to 1; by their hash, so the same on every replica) have each decision logged. `endings`:
-        where closes are left that are pending at the end."""
+        where closes are left that are pending at the end. `names`, `peers`: what other replicas call workers, and what
+        can be asked of them; left out: there are none."""
         self._store, self._fleet, self._metrics, self._clock = store, fleet, metrics, clock
         self._log_below = int(log_share * 0x10000)
         self._close_limit = close_limit
@@ -248,19 +260,25 @@ class Affinity:
             meanwhile="refused" if refuse_on_outage else "placed by hash until it returns",
             returned=self._reconcile,
         )
-        self._closer = closer = Closer(entries, claims, metrics, tasks, limit=close_limit, files=endings)
+        self._names = names = names or Naming(fleet)
+        self._peers = peers = peers if peers is not None else Peers(replica, names, metrics)
+        self._closer = closer = Closer(entries, claims, peers, metrics, tasks, limit=close_limit, files=endings)
         self._renewer = Renewer(entries, claims, tasks)
         self._resolver = Resolver(
             entries,
             claims,
             closer,
             fleet,
+            names,
+            peers,
             policy,
             metrics,
             refuse=refuse_on_outage,
             parent_slack=parent_slack,
             unsettled=self._claim_later,
         )
+        self.desk = Desk(entries, claims, closer, names, bind=self._bind_for_peer, moved=self._resolver.told_of_move)
+        """Answers the other replicas."""
         self._flights: SingleFlight[str, tuple[Entry, str]] = SingleFlight(outlives=False)
 
     # -- life
@@ -288,6 +306,10 @@ class Affinity:
     @property
     def size(self) -> int:
         return len(self._entries)
+
+    def targets(self) -> list[Target]:
+        """Of all sessions known here."""
+        return [entry.target for entry in self._entries]
 
     @property
     def active_turns(self) -> int:
@@ -365,7 +387,8 @@ class Affinity:
                 raise TurnError("store_unavailable", "the claim store cannot be reached") from None
             return view
         if claim is not None:
-            return View(key, claim, self._fleet.find(claim.value.worker, claim.value.rank), view.active, "store")
+            there = self._names.find(claim.value.worker, claim.value.rank, claim.value.replica)
+            return View(key, claim, there, view.active, "store")
         return view if view.source == "degraded" else View(key, None, None, view.active, "none")
 
     async def end(self, key: str) -> str:
@@ -390,6 +413,8 @@ class Affinity:
             return "pending"
         if claim is not None:
             self._metrics.closes.inc(outcome)
+            if not self._claims.shows_closes(key):
+                await self._peers.tell("closed", key, claim.revision)
         current = self._entries.find(key)
         if current is not None and not current.active:
             self._entries.forget(key)
@@ -400,6 +425,19 @@ class Affinity:
             return await self._claims.get(key)
         except ClaimUnreadable as error:
             return error.claim
+
+    async def _bind_for_peer(self, ask: Ask, targets: tuple[Target, ...]) -> tuple[Entry, str]:
+        """For one that cannot reach the store, within these targets if any. Raises TurnError."""
+        refusal = TurnError("store_unavailable", "no claim stands") if ask.standing else None
+        placement = Placement(targets, ask.parent or None, refusal, ask.kept)
+        binding = self.session(ask.key, final=False)
+        try:
+            await binding.bind(placement)
+            if binding.target.worker.name in ask.lost:
+                await binding.rebind(frozenset(ask.lost), placement)
+            return binding.settle(), binding.how
+        finally:
+            binding.release()
 
     # -- back
 

@@ -205,6 +205,10 @@ class Claims:
     async def close_at_last(self, claim: Claim) -> CloseOutcome:
         return await self._patient("close", lambda: self._store.close(claim))
 
+    def shows_closes(self, key: str) -> bool:
+        """Whoever has a claim of the key in its cache knows by itself, at once, that a close has returned here."""
+        return self._store.stamp(key) != 0
+
     async def pause(self, seconds: float) -> None:
         """Before something is tried again: so long, or until the store is back and a little more."""
         with contextlib.suppress(TimeoutError):

@@ -82,8 +82,9 @@ class Entry:
         self.renew_at = float("inf")
 
     def continues(self, claim: Claim, target: Target) -> bool:
-        """It is of this very claim, or was placed without the store where the claim now says."""
-        if self.claim is None:
+        """It is of this very claim, or was placed without the store where the claim now says. Not when its worker has
+        left, and another one has come under its name."""
+        if self.claim is None or self.target is not target:
             return self.target is target
         return (self.claim.revision, self.claim.value.nonce) == (claim.revision, claim.value.nonce)
 
@@ -218,6 +219,17 @@ class Entries:
         self.refresh(entry, claim)
         gone = any(event.before is None or event.before > claim.revision for event in snapshot.deleted)
         entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
+        return entry
+
+    def hearsay(self, claim: Claim, target: Target, *, kept: bool = False) -> Entry:
+        """Note a claim as another replica knows it. It is not proven: who uses it next asks again."""
+        entry = self.find(claim.key)
+        if entry is None or not entry.continues(claim, target):
+            entry = Entry(claim.key, target)
+            entry.kept = kept
+            self.install(entry)
+        entry.claim, entry.alone = claim, None
+        entry.unprove()
         return entry
 
     def refresh(self, entry: Entry, claim: Claim) -> None:

@@ -22,6 +22,9 @@ where a replica that has not served the session finds it first (when it was kept
 again a moment later); and where clocks of replicas are further apart than
 `_SLACK`.
 
+**Other replicas are asked before anything is guessed** (`peers.py`): one may know where the session is, or may reach
+the store that we do not.
+
 **A first turn that comes to nothing leaves no claim.** An entry that a turn here has made is on trial (`Entry.trial`)
 until a turn of it is answered; when its last turn here ends before that, its claim is closed. A turn at another replica
 may have adopted that claim meanwhile: then its session is placed again at its next turn, which costs the cache of one
@@ -40,11 +43,13 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.candidates import Candidates
+from app.fleet.naming import Naming
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
 from app.sessions.entries import Alone, Entries, Entry, Snapshot
+from app.sessions.peers import Ask, Peers
 from app.sessions.upkeep import Closer
 from backends.base import Claim, ClaimUnreadable, StoreError
 
@@ -91,6 +96,8 @@ class Resolver:
         claims: Claims,
         closer: Closer,
         fleet: Fleet,
+        names: Naming,
+        peers: Peers,
         policy: Policy,
         metrics: Metrics,
         *,
@@ -101,7 +108,7 @@ class Resolver:
         """`unsettled` is told of a session that is served without a claim although the store is up, and in how many
         seconds that should be tried again."""
         self._entries, self._claims, self._closer = entries, claims, closer
-        self._fleet, self._policy, self._metrics = fleet, policy, metrics
+        self._fleet, self._names, self._peers, self._policy, self._metrics = fleet, names, peers, policy, metrics
         self._refuse, self._parent_slack, self._unsettled = refuse, parent_slack, unsettled
         self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         """When sessions were moved lately, the longest unmoved first."""
@@ -174,7 +181,7 @@ class Resolver:
                 for generation in range(_KEEP_TRIES):
                     snapshot = entries.snapshot(key)
                     claim = (await claims.create(key, target, generation, kept=True, until=until)).claim
-                    if _names(claim, target):
+                    if self._meant(claim) is target:
                         return self._note(claim, target, snapshot, kept=True), "created"
                     await claims.close(claim, until)
         return known, "degraded"
@@ -207,7 +214,7 @@ class Resolver:
                     await self._claims.close(claim, until)
                 generation = 0 if claim is None else claim.value.generation + 1
                 outcome = await self._claims.create(key, target, generation, until=until)
-            there = self._fleet.find(outcome.claim.value.worker, outcome.claim.value.rank)
+            there = self._meant(outcome.claim)
             if there is not None:
                 entry = self._note(outcome.claim, there, snapshot)
                 _hand_over(known, entry)
@@ -222,17 +229,21 @@ class Resolver:
     async def _adopt(
         self, claim: Claim, how: str, placement: Placement, snapshot: Snapshot, known: Entry | None, until: float
     ) -> tuple[Entry, str]:
-        if known is not None and known.target.worker.known and not _names(claim, known.target):
+        target = self._meant(claim)
+        if target is None and self._fleet.worker(claim.value.worker) is None:
+            await self._fleet.learn(claim.value.worker)  # another replica may have heard of it first
+            target = self._meant(claim)
+        if known is not None and known.target.worker.known and target is not known.target:
             why = self._gives_way(claim, known)
             if why and self._claims.state is StoreState.UP:
                 replaced = await self._replace(claim, why, known, placement, until)
                 if isinstance(replaced, Entry):
                     return replaced, "created"
                 claim, snapshot = replaced
+                target = self._meant(claim)
             elif why or self._is_doubted(claim, known):
                 return known, "degraded"
         name = claim.value.worker
-        target = self._fleet.find(name, claim.value.rank)
         if target is not None:
             return self._note(claim, target, snapshot, kept=placement.kept), how
         if placement.kept:
@@ -247,7 +258,7 @@ class Resolver:
         if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
             return None
         target = self._by_hash(claim.key, placement)
-        if _names(claim, target):
+        if self._meant(claim) is target:
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
         if isinstance(replaced, Entry):
@@ -277,7 +288,7 @@ class Resolver:
         if self._claims.gave_up(claim):
             return "late_write"
         alone = known.alone
-        if alone is not None and self._fleet.worker(claim.value.worker) is None:
+        if alone is not None and self._fleet.worker(claim.value.worker) is None and self._meant(claim) is None:
             return "lost_worker"
         if alone is None or claim.value.served:
             return ""
@@ -329,6 +340,9 @@ class Resolver:
                 break
         return claim, snapshot
 
+    def _meant(self, claim: Claim) -> Target | None:
+        return self._names.find(claim.value.worker, claim.value.rank, claim.value.replica)
+
     def _note(self, claim: Claim, target: Target, snapshot: Snapshot, *, kept: bool = False) -> Entry:
         self._claims.adopt(claim)
         return self._entries.note(claim, target, snapshot, kept=kept)
@@ -354,6 +368,9 @@ class Resolver:
         before: Entry | None = None,
     ) -> tuple[Entry, str]:
         """`before`: the session as it was, until it had to be moved off the `lost` workers."""
+        told = await self._by_peers(key, known, placement, lost, before)
+        if told is not None:
+            return told
         if known is not None and known.target.worker.known:
             if self._entries.find(key) is None:
                 self._entries.install(known)
@@ -366,21 +383,57 @@ class Resolver:
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        return await self._alone_at(key, placement, lost, before), "degraded"
+        return await self._alone_at(key, self._guess(key, placement, lost), lost, before), "degraded"
+
+    async def _by_peers(
+        self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str], before: Entry | None
+    ) -> tuple[Entry, str] | None:
+        """Where another replica says that the session is. They are asked where it is not known here, and always while
+        one of them is thought to reach the store. None: nobody knows better."""
+        if not self._peers or (known is not None and not self._peers.any_up):
+            return None
+        at = placement.candidates
+        if not at and known is not None and known.alone is not None and known.target.worker.known:
+            at = (known.target,)  # what was served is the truth
+        found = await self._peers.find(
+            Ask(
+                "bind",
+                key,
+                at=tuple(map(self._names.spot, at)),
+                parent=placement.parent or "",
+                lost=tuple(sorted(lost)),
+                standing=placement.refusal is not None,
+                kept=placement.kept,
+            )
+        )
+        if found is None:
+            return None
+        told, target = found
+        claim = told.claim(key)
+        if claim is None:
+            if (known is not None and known.target is target) or self._refuse:
+                return None
+            return await self._alone_at(key, target, lost, before), "degraded"
+        if known is not None and known.alone is not None and self._claims.gave_up(claim):
+            return None  # our own late write: nobody has been served by it
+        self._claims.adopt(claim)
+        entry = self._entries.hearsay(claim, target, kept=placement.kept)
+        _hand_over(before, entry)
+        entry.trial = entry.trial or (told.how == "created" and before is None and not placement.kept)
+        return entry, told.how or "stored"
 
     async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
         """What stands at the key is no claim that can be read, and is left alone."""
         if placement.refusal is not None:
             raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
         if known is None or not known.target.worker.known:
-            known = await self._alone_at(key, placement, frozenset(), None)
+            known = await self._alone_at(key, self._guess(key, placement, frozenset()), frozenset(), None)
         known.unreadable = True
         known.unprove()
         return known, "degraded"
 
-    async def _alone_at(self, key: str, placement: Placement, lost: frozenset[str], before: Entry | None) -> Entry:
+    async def _alone_at(self, key: str, target: Target, lost: frozenset[str], before: Entry | None) -> Entry:
         """A new entry, of a session that is served without a claim."""
-        target = await self._target_without_store(key, placement, lost)
         entry = Entry(key, target)
         entry.trial, entry.alone = True, self._alone()
         if before is not None:
@@ -392,12 +445,25 @@ class Resolver:
         self._entries.install(entry)
         if self._claims.state is StoreState.UP:
             self._unsettled(key, 1.0)
+        if lost:
+            await self._peers.tell("moved", key, None, target, lost)
         return entry
 
-    async def _target_without_store(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
-        """Where a session is served that is not known here and whose claim cannot be read: the one place to ask anybody
-        else who may know. The hash is the same on every replica that sees the same workers."""
+    def _guess(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
+        """Where a session is served of which nobody knows: the same on every replica that sees the same workers."""
         return self._by_hash(key, placement, lost)
+
+    def told_of_move(self, key: str, target: Target, lost: frozenset[str]) -> None:
+        """Another replica has moved the session off the lost workers, and could not tell the store."""
+        known = self._entries.find(key)
+        if known is not None and known.target is target:
+            return
+        entry = Entry(key, target)
+        entry.alone = self._alone()
+        entry.alone.lost = lost
+        if known is not None and known.alone is not None:
+            entry.alone.lost |= known.alone.lost
+        self._entries.install(entry)
 
     def _alone(self) -> Alone:
         wall = self._claims.wall()
@@ -448,7 +514,7 @@ class Resolver:
             claim = await self._claims.get(parent)
         except ClaimUnreadable:
             return None
-        return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
+        return None if claim is None else self._meant(claim)
 
     def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
         """Of what the client's hint names, if there is one."""
@@ -471,10 +537,6 @@ class Resolver:
         if len(self._moves) > _MOVES_REMEMBERED:
             self._moves.popitem(last=False)
         return True
-
-
-def _names(claim: Claim, target: Target) -> bool:
-    return (claim.value.worker, claim.value.rank) == (target.worker.name, target.rank)
 
 
 def _hand_over(old: Entry | None, new: Entry) -> None:

@@ -12,6 +12,7 @@ from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState, Tasks
 from app.sessions.endings import Ending, EndingFiles
 from app.sessions.entries import Entries, Entry
+from app.sessions.peers import Peers
 from backends.base import (
     LIFETIME,
     Claim,
@@ -65,12 +66,15 @@ class Closer:
     """Closes the claims of sessions that have ended, again and again until it is done or the claim has expired.
 
     A session that is known with its claim has that very claim closed. Of one that was placed without the store only
-    its end is known: then whatever claim stands is closed that was made before it (`Ending.covers`)."""
+    its end is known: then whatever claim stands is closed that was made before it (`Ending.covers`).
+
+    The other replicas are told of each, before anybody here takes it for done."""
 
     def __init__(
         self,
         entries: Entries,
         claims: Claims,
+        peers: Peers,
         metrics: Metrics,
         tasks: Tasks,
         *,
@@ -80,15 +84,19 @@ class Closer:
         """`limit`: seconds that anybody waits for a close; it goes on in the background. `files`: where those are left
         that are not done at the end."""
         self._entries, self._claims, self._metrics, self._tasks = entries, claims, metrics, tasks
-        self._limit, self._files = limit, files
+        self._peers, self._limit, self._files = peers, limit, files
         self._closings: dict[str, _Closing] = {}
         """The latest of each session; it waits for the one before it."""
 
     def __len__(self) -> int:
         return len(self._closings)
 
-    def begin(self, entry: Entry) -> asyncio.Task[None] | None:
-        """End what is known of the session here, and begin to close its claim."""
+    def is_closing(self, key: str) -> bool:
+        return key in self._closings
+
+    def begin(self, entry: Entry, *, heard: bool = False) -> asyncio.Task[None] | None:
+        """End what is known of the session here, and begin to close its claim. `heard`: from another replica, which
+        tells all others."""
         if self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
         claim, entry.claim, entry.closing, entry.trial = entry.claim, None, False, False
@@ -96,7 +104,7 @@ class Closer:
         if entry.ended or entry.unreadable:
             return None
         entry.ended = True
-        return self.end(entry.key, claim)
+        return self.end(entry.key, claim, heard=heard)
 
     def drop(self, entry: Entry) -> None:
         """Nobody has been served by it: what was claimed for it is closed, and what was not is forgotten."""
@@ -105,27 +113,31 @@ class Closer:
         elif self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
 
-    def end(self, key: str, claim: Claim | None = None) -> asyncio.Task[None]:
+    def end(self, key: str, claim: Claim | None = None, *, heard: bool = False) -> asyncio.Task[None]:
         """Begin to close the session's claim; the one that is known, or else whichever was made before now."""
         nonce = "" if claim is None else claim.value.nonce
-        return self._begin(Ending(key, self._claims.wall(), nonce), claim)
+        return self._begin(Ending(key, self._claims.wall(), nonce), claim, heard=heard)
 
-    def _begin(self, ending: Ending, claim: Claim | None) -> asyncio.Task[None]:
+    def _begin(self, ending: Ending, claim: Claim | None, *, heard: bool = False) -> asyncio.Task[None]:
         key, earlier = ending.key, self._closings.get(ending.key)
         if earlier is not None and claim is None and earlier.claim is None:
             earlier.ending.moment = max(earlier.ending.moment, ending.moment)
             return earlier.task
         closing = _Closing(ending, claim, self._claims.replica)
+        closing.told = heard
         closing.task = self._tasks.spawn(self._close(closing, None if earlier is None else earlier.task))
         self._closings[key] = closing
         closing.task.add_done_callback(lambda _: self._closed(key, closing))
         return closing.task
 
     async def close(self, entry: Entry) -> None:
-        """Returns when the claim is closed, or after the limit; at once while the store is away."""
+        """Returns when the claim is closed, or after the limit; while the store is away, when the other replicas have
+        been told, and one that has the store has been asked to do it."""
         task = self.begin(entry)
         if self._claims.state is not StoreState.AWAY:
             await self._wait(task)
+        elif entry.key in self._closings:
+            await self._ask_peers(self._closings[entry.key])
 
     async def wait(self, key: str | None = None) -> None:
         """For the close of a session that is under way, if any, or for all; but not longer than the limit."""
@@ -159,6 +171,10 @@ class Closer:
         delay, in_outage = 0.05, False
         while True:
             in_outage = in_outage or claims.state is not StoreState.UP
+            if in_outage:
+                await self._ask_peers(closing)
+            if closing.closed:
+                return
             try:
                 outcome = await self._try(closing)
             except ClaimUnreadable:
@@ -174,8 +190,23 @@ class Closer:
         self._metrics.closes.inc(outcome.value)
         if outcome is CloseOutcome.SUPERSEDED:
             log.debug("a final turn found its claim superseded; the successor stands")
+        if not claims.shows_closes(closing.ending.key):
+            await self._peers.tell("closed", closing.ending.key, None if known is None else known.revision)
         if in_outage:
             self._tasks.spawn(self._look_again(closing))
+
+    async def _ask_peers(self, closing: _Closing) -> None:
+        """Without the store, once: tell all of the end, so that none claims the session again, and have one that has
+        the store close the claim."""
+        if closing.told or not self._peers:
+            return
+        closing.told = True
+        key, revision = closing.ending.key, None if closing.claim is None else closing.claim.revision
+        await self._peers.tell("ended", key, revision)
+        outcome = await self._peers.close_for_us(key, revision)
+        if outcome is not None:
+            closing.closed = True
+            self._metrics.closes.inc(outcome)
 
     async def _try(self, closing: _Closing) -> CloseOutcome:
         claim = closing.claim
@@ -238,7 +269,7 @@ class Closer:
 
 
 class _Closing:
-    __slots__ = ("claim", "ending", "replica", "task")
+    __slots__ = ("claim", "closed", "ending", "replica", "task", "told")
 
     task: asyncio.Task[None]
 
@@ -248,6 +279,8 @@ class _Closing:
         """Whose claims are known to be no successor's while this is pending (`Closer.successor_of`)."""
         self.claim = claim
         """The one to be closed; None: whichever stands and is covered."""
+        self.told = self.closed = False
+        """The other replicas have been told while the store was away; one of them has closed the claim."""
 
 
 class Renewer:

@@ -30,7 +30,8 @@ Whole = tuple[int, list[Header], bytes]
 class Models:
     """What clients are told of the workers' models."""
 
-    def __init__(self, lists: ModelLists, reading: Reading) -> None:
+    def __init__(self, lists: ModelLists, reading: Callable[[], Reading]) -> None:
+        """`reading` answers the router's, which may change."""
         self._lists, self._reading = lists, reading
 
     async def all(self, headers: Sequence[Header]) -> Whole:
@@ -46,9 +47,10 @@ class Models:
         noted: Noted = {}
         for name, value in headers:
             noted.setdefault(name.lower(), []).append(value)
-        request_id = given_id(noted) or self._reading.next_id()
+        reading = self._reading()
+        request_id = given_id(noted) or reading.next_id()
         try:
-            asks = [*self._reading.speaks_for(noted), (b"x-request-id", request_id)]
+            asks = [*reading.speaks_for(noted), (b"x-request-id", request_id)]
             status, told, body = tell(await self._lists.ask(asks))
         except TurnError as error:
             status, told, body = error_response(error)

@@ -83,6 +83,7 @@ class Reading:
         if self.keeps_credentials:
             self.wanted |= {PROTOCOLS}
             kept_back |= CREDENTIALS | {PROTOCOLS}
+        self.has_ranks = has_ranks
         if has_ranks:
             kept_back |= {rank_header}
         self.kept_back = kept_back | FORWARDED

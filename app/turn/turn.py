@@ -62,10 +62,14 @@ class Turns:
     """The turns that are running."""
 
     def __init__(self, shared: Shared) -> None:
-        self._shared = shared
         self._running: set[Turn] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self.share(shared)
+
+    def share(self, shared: Shared) -> None:
+        """What turns that begin from now on share; those that run keep what they have."""
+        self.shared = shared
         limits = shared.limits
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 1.0
@@ -82,7 +86,7 @@ class Turns:
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
 
-        turn = Turn(self._shared, self._running, loop, exchange, over)
+        turn = Turn(self.shared, self._running, loop, exchange, over)
         self._running.add(turn)
         if self._sweeper is None:
             self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)

@@ -97,6 +97,8 @@ OPERATIONS = [
     ("DELETE", "/admin/session"),
     ("GET", "/admin/sessions"),
     ("GET", "/admin/workers"),
+    ("POST", "/admin/workers"),
+    ("POST", "/admin/workers/{name}/{word}"),
 ]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from app.errors import TurnError
 from app.fleet.policies import rendezvous
-from app.fleet.workers import Target
+from app.fleet.workers import Target, make_worker
 from app.sessions.claims import StoreState
 from app.sessions.resolver import ANYWHERE, Placement
 from backends.base import (
@@ -1310,6 +1310,58 @@ async def test_worker_that_left_the_fleet_is_not_used_from_the_cache() -> None:
         await r.visit()
         r.target("a").worker.known = False
         assert not r.known()
+
+
+@in_virtual_time
+async def test_worker_that_came_back_under_its_name_has_its_sessions() -> None:
+    """Another object, at another address perhaps: what is cached leads there, and not to the one that left."""
+    async with running(scripted(), policy=first_of("a")) as r:
+        await r.visit()
+        old = r.target("a").worker
+        moved = make_worker("http://elsewhere:1", name="a", connect_limit=1, idle_limit=1)
+        r.fleet.put(moved)
+        assert not old.known
+        for how in ("stored", "cached"):
+            binding = r.affinity.session(KEY, final=False)
+            if not binding.bind_cached():
+                await binding.bind(ANYWHERE)
+            assert (binding.target.worker, binding.how) == (moved, how)
+            binding.release()
+
+
+@in_virtual_time
+async def test_worker_that_another_replica_heard_of_first_is_waited_for_and_keeps_its_session() -> None:
+    inner = MemoryStore(clock=asyncio.get_running_loop().time)
+    async with running(scripted(inner), policy=first_of("d"), workers="abcd") as r1, running(scripted(inner)) as r2:
+        assert (await r1.visit())[0] == "d"
+        looked = 0
+
+        def look() -> None:
+            nonlocal looked
+            looked += 1
+            asyncio.get_running_loop().call_later(
+                1.0, r2.fleet.put, make_worker("http://d:1", name="d", connect_limit=1, idle_limit=1)
+            )
+
+        r2.fleet.look = look
+        assert await r2.visit() == ("d", "stored")
+        assert looked == 1
+        claim = await inner.get(KEY)
+        assert claim is not None
+        assert claim.value.generation == 0
+
+
+@in_virtual_time
+async def test_worker_that_nobody_has_heard_of_is_lost_in_the_end() -> None:
+    inner = MemoryStore(clock=asyncio.get_running_loop().time)
+    async with running(scripted(inner), policy=first_of("d"), workers="abcd") as r1, running(scripted(inner)) as r2:
+        await r1.visit()
+        r2.fleet.look = lambda: None
+        began = asyncio.get_running_loop().time()
+        worker, how = await r2.visit()
+        assert how == "rebound"
+        assert worker in WORKERS
+        assert 1 < asyncio.get_running_loop().time() - began < 3
 
 
 # -- anything, in any order

@@ -307,10 +307,6 @@ class Affinity:
     def size(self) -> int:
         return len(self._entries)
 
-    def targets(self) -> list[Target]:
-        """Of all sessions known here."""
-        return [entry.target for entry in self._entries]
-
     @property
     def active_turns(self) -> int:
         return sum(entry.active for entry in self._entries.active.values())

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from app.errors import TurnError
-from app.fleet.policies import rendezvous, round_robin
+from app.fleet.policies import rendezvous
 from app.sessions.affinity import Binding
 from app.sessions.claims import StoreState
 from app.sessions.endings import Ending, EndingFiles
@@ -213,8 +213,7 @@ async def test_creates_that_are_done_late_move_no_session(frozen: int, maker_lat
     keys = [key_of(n) for n in range(80)]
     served = Served()
     one, two = scripted(inner), scripted(inner)
-    policy = round_robin  # which proposes other targets than the hash would
-    async with running(one, name="r1", policy=policy) as r1, running(two, name="r2", policy=policy) as r2:
+    async with running(one, name="r1") as r1, running(two, name="r2") as r2:
         cut_off(one)
         cut_off(two)
         loop = asyncio.get_running_loop()

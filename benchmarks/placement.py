@@ -115,6 +115,8 @@ class Session:
     key: str
     number: int
     """Of its worker."""
+    chance: random.Random
+    """Its own, so that each rule meets the same sessions."""
     left: int
     known: set[int] = field(default_factory=set)
     """At which replicas."""
@@ -145,7 +147,7 @@ class Simulation:
 
     def __init__(self, policy: Policy, count: int, load: float, seed: int) -> None:
         """`load`: part of all slots that are busy in the mean."""
-        self._random = random.Random(seed)
+        self._seed, self._random = seed, random.Random(seed)
         self._now = 0.0
         self._policy = policy
         self._fleets = [new_fleet(count, lambda: self._now) for _ in range(2)]
@@ -170,15 +172,16 @@ class Simulation:
 
     def _arrive(self) -> None:
         self._later(self._random.expovariate(self._rate), self._arrive)
-        key, replica = _hasher.key(b"", b"%d" % next(self._numbers)), self._random.randrange(2)
+        self.outcome.placed += 1
+        chance = random.Random(f"{self._seed} {self.outcome.placed}")
+        key, replica = _hasher.key(b"", b"%d" % self.outcome.placed), chance.randrange(2)
         fleet = self._fleets[replica]
         target = self._policy(fleet.candidates(key=key))
         fleet.note_placed(target)
-        self.outcome.placed += 1
         self.outcome.by_hash += target is rendezvous(key, fleet.candidates())
         number = self._targets[replica].index(target)
         self._workers[number].sessions += 1
-        self._turn(replica, Session(key, number, 1 + int(self._random.expovariate(1 / (TURNS - 0.5)))))
+        self._turn(replica, Session(key, number, chance, 1 + int(chance.expovariate(1 / (TURNS - 0.5)))))
 
     def _turn(self, replica: int, session: Session) -> None:
         target, worker = self._targets[replica][session.number], self._workers[session.number]
@@ -195,7 +198,7 @@ class Simulation:
             worker.busy += 1
             if self._now > WARM_UP_S:
                 self.outcome.waits.append(self._now - since)
-            seconds = self._random.lognormvariate(-SIGMA * SIGMA / 2, SIGMA)
+            seconds = session.chance.lognormvariate(-SIGMA * SIGMA / 2, SIGMA)
             self._later(seconds, lambda replica=replica, session=session: self._end(replica, session))  # type: ignore[misc]
 
     def _end(self, replica: int, session: Session) -> None:
@@ -204,8 +207,8 @@ class Simulation:
         self._targets[replica][session.number].in_flight -= 1
         session.left -= 1
         if session.left:
-            pause = self._random.expovariate(1 / PAUSE_S)
-            self._later(pause, lambda: self._turn(self._random.randrange(2), session))
+            pause = session.chance.expovariate(1 / PAUSE_S)
+            self._later(pause, lambda: self._turn(session.chance.randrange(2), session))
         else:
             worker.sessions -= 1
             for known in session.known:
@@ -299,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = 0.05 if args.quick else 1.0
     print(cost(int(1000 * part)).markdown(), flush=True)
     print(evenness().markdown(), flush=True)
-    print(spread(400 * part, 1 if args.quick else 2).markdown(), flush=True)
+    print(spread(400 * part, 1 if args.quick else 4).markdown(), flush=True)
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from app.errors import TurnError, documented
+from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import OperatorMark, State
 from app.fleet.discovery.operators import Operators
@@ -42,6 +43,7 @@ def add_admin(
     *,
     fleet: Fleet,
     discovery: Discovery,
+    catalog: Catalog,
     operators: Operators,
     affinity: Callable[[], Affinity],
     hasher: KeyHasher,
@@ -118,6 +120,7 @@ def add_admin(
                         for target in worker.targets
                         if target.rank is not None
                     ],
+                    "models": catalog.models_of(worker.name),
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
                     "burden": round(worker.burden, 1),
@@ -166,7 +169,7 @@ def add_admin(
     @routes.post(
         "/workers/{name:path}/{word}",
         summary="An operator's word on a worker, for all replicas: cordon, uncordon, drain, remove",
-        responses=documented("unknown_worker", *_OF_A_MARK),
+        responses=documented("unknown_worker", "not_found", *_OF_A_MARK),
     )
     async def mark(
         request: Request,

@@ -61,6 +61,7 @@ from app.http.origins import Origins
 from app.listening import Place, read_peer_address, read_place
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
+from app.turn.fields import parse_aliases
 from app.turn.paths import ENGINE_PATHS, NO_ENGINE_PATHS, Paths
 
 MIB = 1024 * 1024
@@ -248,6 +249,13 @@ class Workers(_Group, title="workers"):
         description=f"Paths outside /v1 that workers answer, like those below it; {NO_ENGINE_PATHS}: no path; "
         "repeatable (in a variable: separated by spaces).",
     )
+    model_alias: Annotated[Texts, Spoken("ALIAS=MODEL"), _usable(parse_aliases)] = ()
+    """What clients may call a model, like small=qwen3-8b: the name is replaced in their requests; repeatable (in a
+    variable: separated by spaces)."""
+    models_interval: float = Field(30.0, ge=0, le=86_400)
+    """Seconds between questions to a worker which models it serves; 0: none is asked, and any may be sent any model."""
+    unknown_models: Literal["refuse", "pass"] = "refuse"
+    """A model that no worker lists: refused here (404), or passed to any worker, for engines that take any name."""
     worker_ca: Annotated[
         Path | None, Spoken(default="the system's"), _usable(_check_ca, "name a PEM file with CA certificates")
     ] = None
@@ -571,7 +579,7 @@ SETTINGS = {
 """Every setting, by its own name, in the order in which help and documentation show them."""
 CHANGEABLE = frozenset(
     {
-        *("worker", "workers_from", "worker_api_key", "worker_api_key_file", "api_keys"),
+        *("worker", "workers_from", "worker_api_key", "worker_api_key_file", "api_keys", "model_alias"),
         *(
             "connect_timeout",
             "first_byte_timeout",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Container, Iterator
@@ -17,6 +18,7 @@ from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
 from app.fleet.discovery.records import RegistrySource, this_host
@@ -27,7 +29,7 @@ from app.fleet.models import ModelLists
 from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
-from app.fleet.workers import Fleet, Worker, WorkerSpec, make_worker, worker_specs
+from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
@@ -41,6 +43,7 @@ from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
 from app.turn.request import Reading, worker_key_line
@@ -109,6 +112,7 @@ class Router(ControlPlane):
     discovery: Discovery
     prober: Prober
     fleet: Fleet
+    catalog: Catalog
     metrics: Metrics
     admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
@@ -143,6 +147,7 @@ class Router(ControlPlane):
             has_ranks=self.has_ranks(),
             body_limit=settings.limits.max_body_bytes,
             judges_hints=settings.sessions.hints == "follow",
+            aliases=parse_aliases(settings.workers.model_alias),
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
@@ -179,7 +184,7 @@ def _marking(send: Send, crossing: Crossing) -> Send:
 def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
     `peer_place`: where the other replicas are told to find it; None: it has no peers."""
-    tls = _worker_tls(settings.workers)
+    tls = worker_tls(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
@@ -202,7 +207,17 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         token=door.token,
     )
 
+    lists = ModelLists(fleet, tls)
+    catalog = Catalog(
+        fleet,
+        lists,
+        lambda: [(b"authorization", b"Bearer " + app.reading.worker_key)] if app.reading.worker_key else [],
+        interval=settings.workers.models_interval,
+        strict=settings.workers.unknown_models == "refuse",
+    )
+
     def fleet_changed() -> None:
+        catalog.fleet_changed()
         if app.claims is not None and app.reading.has_ranks != app.has_ranks():
             app.read_anew()
 
@@ -242,6 +257,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                         affinity=app.affinity,
                         hasher=hasher,
                         metrics=metrics,
+                        catalog=catalog,
                         admins=admins_of_turns,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
@@ -271,7 +287,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
             app.affinity.start()
             app.prober = prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
-            await prober.start()
+            stack.push_async_callback(catalog.aclose)
+            await asyncio.gather(prober.start(), catalog.start(claims.registry))
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
             stack.callback(peers.close)
@@ -284,6 +301,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
     app = Router("coatcheck", lifespan=lifespan)
     app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
     app.keys, app.hasher = keys, hasher
+    app.catalog = catalog
     app.discovery = Discovery(
         fleet,
         worker_maker(lambda: app.settings, tls),
@@ -293,7 +311,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         gone=metrics.forget_worker,
     )
     app.read_anew()
-    models = Models(ModelLists(fleet, tls), lambda: app.reading)
+    models = Models(lists, catalog, lambda: app.reading)
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
@@ -305,6 +323,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
             metrics=metrics,
             draining=lambda: app.draining,
             models=models,
+            changed=catalog.look,
             management=Management(
                 fleet,
                 tls,
@@ -318,6 +337,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         app.admin_side,
         fleet=fleet,
         discovery=app.discovery,
+        catalog=catalog,
         operators=Operators(fleet, app.discovery),
         affinity=lambda: app.affinity,
         hasher=hasher,
@@ -411,20 +431,18 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def worker_maker(
-    settings: Callable[[], Settings], tls: ssl.SSLContext | None = None
-) -> Callable[[WorkerSpec, bool], Worker]:
+def worker_maker(settings: Callable[[], Settings], tls: Tls | None = None) -> Callable[[WorkerSpec, bool], Worker]:
     """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
     https ones."""
     names, tolerated = Names(), tolerance(settings().workers)
-    context = tls or _worker_tls(settings().workers)
+    tls = tls or worker_tls(settings().workers)
 
     def make(spec: WorkerSpec, joins: bool) -> Worker:
         return make_worker(
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
-            tls=context,
+            tls=tls,
             tls_name=spec.tls_name,
             connect_limit=settings().limits.connect_timeout,
             idle_limit=settings().workers.worker_keepalive,
@@ -461,14 +479,21 @@ def _ending_files(settings: Settings) -> EndingFiles | None:
         return None
 
 
-def _worker_tls(settings: Workers) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=settings.worker_ca)
-    if not settings.worker_tls_verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+def worker_tls(settings: Workers) -> Tls:
+    """For https workers. Made when the first of them is there: to read this system's authorities takes as long as all
+    else that is done to make a router."""
+
+    @functools.cache
+    def made() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=settings.worker_ca)
+        if not settings.worker_tls_verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        return context
+
+    return made
 
 
 def _sessions(app: Router) -> Iterator[tuple[str, float]]:
@@ -490,6 +515,12 @@ def _register_gauges(app: Router) -> None:
         "1 for the state that a worker is in.",
         ("worker", "state"),
         lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
+    )
+    metrics.gauges(
+        "coatcheck_worker_models",
+        "Models that a worker lists; 0: none, or its list is not known.",
+        "worker",
+        lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
     )
     metrics.gauges(
         "coatcheck_worker_sessions",

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import ssl
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from fastapi import Request
 from app.errors import TABLE, TurnError
 from app.fleet.asking import Answered, Asked, ask, asking_client
 from app.fleet.policies import WORKER_HINT
-from app.fleet.workers import Fleet, Worker
+from app.fleet.workers import Fleet, Tls, Worker
 from app.http.headers import Header, Noted, header
 from app.sessions.identity import read_hints
 from app.sessions.tenants import ADMIN_TOKEN, Admins, credential
@@ -40,7 +39,7 @@ class Management:
     def __init__(
         self,
         fleet: Fleet,
-        tls: ssl.SSLContext,
+        tls: Tls,
         admins: Admins,
         reading: Callable[[], Reading],
         *,

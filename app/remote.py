@@ -26,6 +26,7 @@ _TIMEOUT = 10.0
 """Seconds that the router has to answer."""
 _PAGE = 1000
 """The most sessions that one answer lists."""
+_MODELS_SHOWN = 3
 _WORDS = ("cordon", "uncordon", "drain", "remove")
 _SAID = {
     "add": "is added",
@@ -206,6 +207,7 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         worker["decided"] = f"by {worker['by']} at {_clock(worker['at'])}" if worker["by"] else None
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
+        worker["models"] = None if worker["models"] is None else _some(worker["models"])
         worker["since"] = _span(worker["since_seconds"])
         if worker["last_error"] is not None:
             worker["last_error"] += f" ({_span(worker['last_error_seconds'])} ago)"
@@ -220,6 +222,7 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         "sessions": "sessions",
         "connections": "connections",
         "errors_per_minute": "errors/min",
+        "models": "models",
         "reason": "reason",
         "last_error": "last error",
         "source": "source",
@@ -246,6 +249,11 @@ def _replicas(args: argparse.Namespace, ask: Ask) -> None:
         each["replica"] += " (this one)" if each["this"] else ""
         each["differs"] = ", ".join(one["setting"] for one in each["differs"]) or None
     _print_table(columns, [[each[column] for column in columns] for each in said["replicas"]])
+
+
+def _some(models: list[str]) -> str:
+    more = len(models) - _MODELS_SHOWN
+    return " ".join(models[:_MODELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _mark(args: argparse.Namespace, ask: Ask) -> None:

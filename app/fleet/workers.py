@@ -38,6 +38,10 @@ Mark = Literal["none", "cordoned", "draining"]
 """What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
 
 
+Tls = Callable[[], ssl.SSLContext]
+"""Gives what https workers are spoken to with."""
+
+
 class WorkerError(ValueError):
     """A worker was described wrongly; the message names what and the remedy."""
 
@@ -490,7 +494,7 @@ def make_worker(
     *,
     name: str | None = None,
     ranks: int = 0,
-    tls: ssl.SSLContext | None = None,
+    tls: Tls | None = None,
     tls_name: str = "",
     connect_limit: float,
     idle_limit: float,
@@ -509,7 +513,7 @@ def make_worker(
     pool = Pool(
         parts.hostname,
         parts.port,
-        tls=tls if parts.scheme == "https" else None,
+        tls=tls() if tls is not None and parts.scheme == "https" else None,
         server_name=tls_name or None,
         connect_limit=connect_limit,
         idle_limit=idle_limit,

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from app.errors import TurnError
@@ -152,7 +152,7 @@ class Binding:
     def answered(self, status: int) -> None:
         """The worker has begun to answer."""
         entry = self._entry
-        if entry is not None and (self._final or entry.trial) and _ends(status):
+        if entry is not None and (self._final or entry.trial) and ends(status):
             entry.trial = False
             entry.closing = entry.closing or self._final
 
@@ -166,6 +166,16 @@ class Binding:
         """End the session with its last turn here."""
         if self._entry is not None:
             self._entry.closing = True
+
+    @property
+    def worker_name(self) -> str:
+        """Of the worker where the session is known to be; empty: it is not bound."""
+        return "" if self._entry is None else self._entry.target.worker.name
+
+    @property
+    def ending(self) -> bool:
+        """The session ends with its last turn here."""
+        return self._entry is not None and self._entry.closing
 
     @property
     def holds_end(self) -> bool:
@@ -182,7 +192,7 @@ class Binding:
     async def refused(self, status: int) -> None:
         """The turn is answered with an error of our own. A final turn that is refused for good ends its session all
         the same: the client will not send it again."""
-        if _ends(status):
+        if ends(status):
             await self.left()
             await self.close()
 
@@ -416,6 +426,25 @@ class Affinity:
             self._entries.forget(key)
         return outcome
 
+    def knows(self, key: str) -> bool:
+        """Whether this replica remembers a claim of it, proven or not."""
+        return self._entries.find(key) is not None
+
+    async def end_all(self, keys: Iterable[str]) -> None:
+        """Close what stands of these, each as `end` does. What takes longer than `close_limit` goes on in the
+        background."""
+        tasks = [self._tasks.spawn(self._end(key)) for key in keys]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._close_limit)
+
+    def end_later(self, keys: Iterable[str]) -> None:
+        """As `end_all`, in the background."""
+        for key in keys:
+            self._tasks.spawn(self._end(key))
+
+    async def _end(self, key: str) -> None:
+        await self.end(key)
+
     async def _standing(self, key: str) -> Claim | None:
         try:
             return await self._claims.get(key)
@@ -471,6 +500,6 @@ class Affinity:
             binding.release()
 
 
-def _ends(status: int) -> bool:
+def ends(status: int) -> bool:
     """Whether a final turn that is answered so ends its session."""
     return status < 500 and status not in _KEPT_STATUSES

@@ -81,6 +81,8 @@ class Placement(msgspec.Struct, frozen=True):
     """Only a claim that stands will do, else this is raised."""
     kept: bool = False
     """It is no session but something that a worker keeps, which nobody can move."""
+    among: frozenset[str] | None = None
+    """The names of the workers that will do; None: all."""
 
 
 ANYWHERE = Placement()
@@ -196,7 +198,8 @@ class Resolver:
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where. `known`:
         the session as it was until now."""
-        elsewhere = Placement(tuple(target for target in placement.candidates if target.worker.name not in lost))
+        hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
+        elsewhere = Placement(hinted, among=placement.among)
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -395,6 +398,8 @@ class Resolver:
         at = placement.candidates
         if not at and known is not None and known.alone is not None and known.target.worker.known:
             at = (known.target,)  # what was served is the truth
+        elif not at and placement.among is not None:
+            at = tuple(self._candidates(lost, placement, trials=False))
         found = await self._peers.find(
             Ask(
                 "bind",
@@ -482,10 +487,10 @@ class Resolver:
             return least(placement.candidates), "hint", ""
         parent = ""
         if key and self._claims.suspected:
-            return self._by_hash(key, lost=lost), "policy", ""
+            return self._by_hash(key, placement, lost), "policy", ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
-            candidates = self._candidates(lost, trials=False)  # as they are now
+            candidates = self._candidates(lost, placement, trials=False)  # as they are now
             if (
                 near is not None
                 and near in candidates
@@ -493,7 +498,7 @@ class Resolver:
             ):
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
-        return self._policy(self._candidates(lost, key=key)), "policy", parent
+        return self._policy(self._candidates(lost, placement, key=key)), "policy", parent
 
     def guess(self, key: str) -> Target:
         """Where the session would be served without the store. Only looks. Raises TurnError."""
@@ -519,10 +524,12 @@ class Resolver:
     def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
         """Of what the client's hint names, if there is one."""
         hinted = placement.candidates
-        return rendezvous(key, Candidates.of(hinted) if hinted else self._candidates(lost, trials=False))
+        return rendezvous(key, Candidates.of(hinted) if hinted else self._candidates(lost, placement, trials=False))
 
-    def _candidates(self, lost: frozenset[str], *, trials: bool = True, key: str = "") -> Candidates[Target]:
-        candidates = self._fleet.candidates(lost, trials=trials, key=key)
+    def _candidates(
+        self, lost: frozenset[str], placement: Placement, *, trials: bool = True, key: str = ""
+    ) -> Candidates[Target]:
+        candidates = self._fleet.candidates(lost, placement.among, trials=trials, key=key)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

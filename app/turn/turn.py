@@ -23,7 +23,7 @@ from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
-from app.sessions.affinity import Binding
+from app.sessions.spread import Hold
 from app.turn.answer import Answer
 from app.turn.kept import Kept
 from app.turn.presence import Presence
@@ -107,7 +107,9 @@ class Turn:
     asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
     """
 
-    _binding: Binding | None = None
+    _binding: Hold | None = None
+    _among: frozenset[str] | None = None
+    """The names of the workers that serve its model; None: all do, or it names none."""
     _hint: Hint | None = None
     _kept: Kept | None = None
     _decision: Decision | None = None
@@ -184,13 +186,18 @@ class Turn:
         """Decide the target: where what it names is kept, else the session's claim, else the client's hint, else the
         policy's choice."""
         routing, binding, kept = self._shared.routing, self._binding, self._kept
+        model = self._request.fields.model
+        if model and (among := routing.serving(model)) is not None:
+            await self._narrow(among)
         maker: Target | None = None
         if kept is not None:
             await kept.find(self._presence)
             maker = kept.target
         if binding is not None:
             if not binding.bind_cached():
-                await self._claim(binding.bind(routing.placement(self._request, self._hint, maker)))
+                await self._claim(binding.bind(routing.placement(self._request, self._hint, maker, self._among)))
+            if self._among is not None and maker is None and binding.target.worker.name not in self._among:
+                binding = await self._go_beside(binding, self._among)
             health = binding.target.worker.health
             if health.evicting or not binding.target.worker.known:
                 await self._leave(binding)
@@ -200,9 +207,9 @@ class Turn:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
             self._note_unnamed()
-            self._go(routing.without_session(self._hint))
+            self._go(routing.without_session(self._hint, among=self._among))
         else:
-            self._go(routing.of_session(binding.target, binding.how, "memory", self._hint))
+            self._go(routing.of_session(binding.target, binding.how, "memory", self._hint, self._among))
 
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
@@ -334,6 +341,26 @@ class Turn:
 
     # -- steps of it
 
+    async def _narrow(self, among: frozenset[str]) -> None:
+        """Not every worker serves its model: these do, as far as is known. Raises TurnError when nobody does."""
+        routing, request = self._shared.routing, self._request
+        self._among = among or await self._presence.unless_gone(routing.learn(request))
+        if self._among is not None:
+            routing.check_hint(request, self._hint, self._among)
+
+    async def _go_beside(self, session: Hold, among: frozenset[str]) -> Hold:
+        """The session is at a worker that does not serve the turn's model: it has a claim beside its own for that.
+        Raises TurnError."""
+        routing, request = self._shared.routing, self._request
+        beside = routing.beside(request)
+        self._binding = spread = routing.spread(session, beside)
+        if not beside.bind_cached():
+            await self._claim(beside.bind(routing.placement(request, self._hint, among=among)))
+        worker = beside.target.worker.name
+        if worker not in among:  # it served the model once
+            await self._rebind(spread, frozenset({worker}))
+        return spread
+
     def _go(self, decision: Decision) -> None:
         self._decision = decision
         metrics = self._shared.metrics
@@ -363,7 +390,7 @@ class Turn:
         if kept is None or not kept.asks or self._binding is not None or self._hint is not None or request.once:
             return False
         try:
-            self._go(self._shared.routing.without_session(None, asked))
+            self._go(self._shared.routing.without_session(None, asked, self._among))
         except TurnError:
             return False
         return True
@@ -377,7 +404,7 @@ class Turn:
 
     async def _is_taken_elsewhere(self, busy: frozenset[str]) -> bool:
         """The workers in `busy` have answered 503. Whether there is another one: then the turn goes there."""
-        if not self._shared.fleet.has_other(busy):
+        if not self._shared.fleet.has_other(busy, self._among):
             return False
         try:
             await self._take(busy)
@@ -385,17 +412,18 @@ class Turn:
             return False
         return True
 
-    async def _leave(self, binding: Binding) -> None:
+    async def _leave(self, binding: Hold) -> None:
         """The session's worker is down, or gone: it moves, if there is a worker that is not."""
         lost = frozenset({binding.target.worker.name})
-        if (self._kept is None or self._kept.target is None) and self._shared.fleet.has_other(lost):
+        if (self._kept is None or self._kept.target is None) and self._shared.fleet.has_other(lost, self._among):
             with contextlib.suppress(TurnError):  # then it stays where it is, and is told what comes of it
                 await self._rebind(binding, lost)
 
-    async def _rebind(self, binding: Binding, lost: frozenset[str]) -> None:
+    async def _rebind(self, binding: Hold, lost: frozenset[str]) -> None:
         """Raises TurnError."""
         left = binding.target.worker
-        await self._claim(binding.rebind(lost, self._shared.routing.placement(self._request, self._hint)))
+        placement = self._shared.routing.placement(self._request, self._hint, among=self._among)
+        await self._claim(binding.rebind(lost, placement))
         if binding.target.worker is not left:
             left.cells.moved_from += 1
             binding.target.worker.cells.moved_to += 1
@@ -404,7 +432,7 @@ class Turn:
         """Decide on a target away from the workers in `lost`. Raises TurnError."""
         routing, binding = self._shared.routing, self._binding
         if binding is None:
-            self._go(routing.without_session(self._hint, lost))
+            self._go(routing.without_session(self._hint, lost, self._among))
         elif binding.target.worker.name not in lost:  # it was passed over for the one that is lost
             self._go(Decision(binding.target, "cached", "memory"))
         else:

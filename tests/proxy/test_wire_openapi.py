@@ -96,6 +96,7 @@ OPERATIONS = [
     ("GET", "/admin/session"),
     ("DELETE", "/admin/session"),
     ("GET", "/admin/sessions"),
+    ("GET", "/admin/replicas"),
     ("GET", "/admin/workers"),
     ("POST", "/admin/workers"),
     ("POST", "/admin/workers/{name}/{word}"),

@@ -59,7 +59,7 @@ class Bench:
         self.store = store or ScriptedStore(MemoryStore())
         self.metrics = Metrics()
         self.fleet = Fleet(
-            make_worker(url, name=f"w{number}", connect_limit=connect_limit, idle_limit=idle_limit, tls=tls)
+            make_worker(url, name=f"w{number}", connect_limit=connect_limit, idle_limit=idle_limit, tls=lambda: tls)
             for number, url in enumerate(urls)
         )
         policy = policy or in_order

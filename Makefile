@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-clients check smoke smoke-lowest bench bench-peers bench-claims soak soak-proxy clean
+.PHONY: run test test-clients check smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -51,6 +51,10 @@ bench-peers: $(READY)
 # What a session's claim costs, see benchmarks/README.md; gRPC would remark on each process that is started
 bench-claims: $(READY)
 	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.claims $(if $(QUICK),--quick)
+
+# Where new sessions go: what a choice costs and how it spreads, see benchmarks/README.md
+bench-placement: $(READY)
+	@$(BIN)/python -m benchmarks.placement $(if $(QUICK),--quick)
 
 # Of each soak: `make soak SOAK_SECONDS=60`
 SOAK_SECONDS ?=

@@ -44,9 +44,6 @@ _CLOCK_LOOKS = 3
 """Records in a row that must say so: one that was late on its way says nothing of a clock."""
 _WORKERS_PATIENCE = 3.0
 """Seconds that replicas may know different workers: a change does not reach all at once."""
-_COUNT_EVERY = 10.0
-_COUNT_AT_ONCE = 5000
-"""Sessions of which the worker is looked at without a pause; and seconds between two counts of more than these."""
 _SHOWN = 3
 """Workers that one line names."""
 WORKERS, CLOCK, NAME = "worker", "clock", "replica"
@@ -206,8 +203,6 @@ class Replicas:
         self._clock, self._wall = clock, wall
         self._started = wall()
         self._beat = 0
-        self._sessions: dict[Target, int] = {}
-        self._counted_at = -_COUNT_EVERY
         self._seen: dict[str, Seen] = {}
         """The others, by the names of their records. It stays as it is while the registry is away."""
         self._alive = True
@@ -248,7 +243,6 @@ class Replicas:
         while True:
             begun = self._clock()
             try:
-                await self._count_sessions()
                 self._renew_record()
                 await self._registry.put(KIND, self._name, _encode(self._record), STANDS)
                 self._alive = True
@@ -281,7 +275,7 @@ class Replicas:
                 place.url,
                 place.ranks,
                 tuple(target.in_flight + target.reserved for target in worker.targets),
-                tuple(self._sessions.get(target, 0) for target in worker.targets),
+                tuple(target.sessions for target in worker.targets),
             )
             room -= len(_encode(said)) + len(worker.name) + 8
             if room < 0:
@@ -307,18 +301,6 @@ class Replicas:
             beat=self._beat,
             started=self._started,
         )
-
-    async def _count_sessions(self) -> None:
-        """How many sessions are at each target; of many not at every beat, and never for long in one piece."""
-        if self._affinity.size > _COUNT_AT_ONCE and self._clock() - self._counted_at < _COUNT_EVERY:
-            return
-        self._counted_at = self._clock()
-        counts: dict[Target, int] = {}
-        for number, target in enumerate(self._affinity.targets(), 1):
-            counts[target] = counts.get(target, 0) + 1
-            if not number % _COUNT_AT_ONCE:
-                await asyncio.sleep(0)
-        self._sessions = counts
 
     # -- the others'
 
@@ -369,11 +351,23 @@ class Replicas:
             self._learn()
         if fresh:
             seen.heard_at(self._clock(), self._wall())
+        self._fleet.heard(name, self._loads(record))
         self._judge_one(seen)
+
+    def _loads(self, record: Record) -> dict[Target, tuple[int, int]]:
+        """What another replica has, at our targets."""
+        loads: dict[Target, tuple[int, int]] = {}
+        for name, said in record.workers.items():
+            for number, load in enumerate(zip(said.turns, said.sessions, strict=False)):
+                target = self._names.find(name, number if said.ranks else None, record.replica)
+                if target is not None:
+                    loads[target] = load
+        return loads
 
     def _gone(self, name: str) -> None:
         seen = self._seen.pop(name, None)
         if seen is not None:
+            self._fleet.heard(name, {})
             self._learn()
             for setting in sorted(seen.told):
                 log.info("replica %s, which differed in %s, is gone", seen.record.replica, setting)

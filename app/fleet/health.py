@@ -375,11 +375,13 @@ class Errors:
 
 
 class Burden:
-    """What is added to a worker's load, in turns in flight, for its failures and for its slow start: whoever fails
-    fast has the fewest in flight, and whoever has just come has none."""
+    """What counts for a worker's load and is none: its failures, for whoever fails fast has the fewest in flight, and
+    that it is new, for whoever has just come has none."""
 
     def __init__(self, slow_start: float) -> None:
         self._slow_start = slow_start
+        self.begun: Callable[[], None] = lambda: None
+        """Told when something has begun to count, or counts more."""
         self._penalty, self._penalty_at = 0.0, 0.0
         self._risen_at: float | None = None
 
@@ -391,26 +393,32 @@ class Burden:
     def failed(self, now: float) -> None:
         self._penalty = self._decayed(now) + _FAILURE_LOAD
         self._penalty_at = now
+        self.begun()
 
     def rise(self, now: float) -> None:
         """Its share grows from now on."""
         self._risen_at = now if self._slow_start else None
+        self.begun()
 
     def forgive(self) -> None:
         """What it failed is past: it has shown that it serves."""
         self._penalty = 0.0
 
-    def now(self, now: float, usual: float) -> float:
-        """`usual`: the load of a worker like it. 0: nothing, until something new happens."""
+    def penalty(self, now: float) -> float:
+        """For its failures, in turns in flight. 0: nothing, until it fails again."""
         penalty = self._decayed(now)
         if penalty < _FORGOTTEN:
             self._penalty = penalty = 0.0
+        return penalty
+
+    def newness(self, now: float) -> float:
+        """What is missing of its share, from 1 down to 0. 0: nothing, until it rises again."""
         if self._risen_at is not None:
             share = (now - self._risen_at) / self._slow_start
             if share < 1.0:
-                return penalty + (1.0 - share) * usual + _FORGOTTEN
+                return 1.0 - share
             self._risen_at = None
-        return penalty
+        return 0.0
 
     def _decayed(self, now: float) -> float:
         return self._penalty * 0.5 ** ((now - self._penalty_at) / _LOAD_HALF_LIFE) if self._penalty else 0.0

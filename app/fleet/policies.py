@@ -5,28 +5,84 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from math import ceil, floor
 
 from app.errors import TurnError
+from app.fleet.candidates import Candidates
 from app.fleet.workers import Target
 
-Policy = Callable[[Sequence[Target]], Target]
+Policy = Callable[[Candidates[Target]], Target]
 """Picks one of at least one candidate."""
 
 WORKER_HINT = "X-Dynamo-Worker-Instance-ID"
+_MORE_LOAD = 0.25
+_MORE_SESSIONS = 0.1
+"""How far above the mean a session's first target by hash may be, in load and in sessions, before it is passed over."""
 
 
-def least_loaded(candidates: Sequence[Target]) -> Target:
-    """The target with the fewest turns in flight and claims being made; equals take turns, so that sessions arriving
-    one at a time spread as well."""
-    return min(candidates, key=lambda target: (target.load, target.placed))
+def least_loaded(candidates: Candidates[Target]) -> Target:
+    """A turn without a session goes where the load is least; equals take turns, so that what comes one at a time
+    spreads as well.
+
+    A session goes to the first target of its walk that has room: less load and fewer sessions than a bound a little
+    above what is usual (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018); where none
+    has, to the least loaded. So load and sessions are spread, and yet what is claimed is mostly what a replica would
+    guess that cannot ask the store (`rendezvous`). What others have told of their load may be old: they do not all run
+    to the one target that seemed to be free, for each session has a walk of its own."""
+    if candidates.trial:
+        return least(candidates.trial)
+    if not candidates.key:
+        some = candidates.compared()
+        load, _ = _usual(some)
+        return min(some, key=lambda each: (each.load + each.worker.newness * load, each.placed))
+    walk = candidates.walk()
+    compared = candidates.beside(walk)
+    load, sessions = _usual(compared)
+    load_after, sessions_after = load + 1 / len(compared), sessions + 1 / len(compared)
+    enough = ceil((1 + _MORE_LOAD) * load_after) + 1  # turns come and go: one more is chance
+    many = max(ceil(sessions_after), floor((1 + _MORE_SESSIONS) * sessions_after))  # few fall evenly
+    for target in walk:
+        share = 1 - target.worker.newness
+        if target.load < share * enough and target.settled < share * many:
+            return target
+    return _least(compared, load, sessions)
 
 
-def round_robin(candidates: Sequence[Target]) -> Target:
+def least(targets: Sequence[Target]) -> Target:
+    """The least loaded of a few; of equals the one with the fewest sessions, then the one that was longer not given
+    anything."""
+    return _least(targets, *_usual(targets))
+
+
+def _least(targets: Sequence[Target], load: float, sessions: float) -> Target:
+    def weight(target: Target) -> tuple[float, float, int]:
+        newness = target.worker.newness  # what it has not been given yet counts as if it had
+        return target.load + newness * load, target.settled + newness * sessions, target.placed
+
+    return min(targets, key=weight)
+
+
+def _usual(targets: Sequence[Target]) -> tuple[float, float]:
+    """The mean load and sessions of those that are not new; of all, when all are."""
+    load, sessions, count = 0.0, 0, 0
+    for target in targets:
+        if not target.worker.newness:
+            load += target.load
+            sessions += target.settled
+            count += 1
+    if not count:
+        return sum(each.load for each in targets) / len(targets), sum(each.settled for each in targets) / len(targets)
+    return load / count, sessions / count
+
+
+def round_robin(candidates: Candidates[Target]) -> Target:
     """One after the other."""
-    return min(candidates, key=lambda target: target.placed)
+    if candidates.trial:
+        return least(candidates.trial)
+    return min(candidates.in_turn(), key=lambda target: target.placed)
 
 
-def direct(candidates: Sequence[Target]) -> Target:
+def direct(candidates: Candidates[Target]) -> Target:
     """Nowhere but where the client or a claim says: something in front of the router places."""
     raise hint_required()
 
@@ -39,15 +95,9 @@ def hint_required() -> TurnError:
 POLICIES: dict[str, Policy] = {"least-loaded": least_loaded, "round-robin": round_robin, "direct": direct}
 
 
-def rendezvous(key: str, candidates: Sequence[Target]) -> Target:
-    """The same target on every replica that has the same candidates, without asking anybody (highest random weight,
-    Thaler and Ravishankar 1998): when one goes, only its sessions move, and they spread over all others."""
-
-    def weight(target: Target) -> bytes:
-        place = f"{key} {target.worker.name} {'' if target.rank is None else target.rank}"
-        return hashlib.blake2b(place.encode(), digest_size=8, person=b"coatcheck-hrw1").digest()
-
-    return max(candidates, key=weight)
+def rendezvous(key: str, candidates: Candidates[Target]) -> Target:
+    """Where replicas meet that can ask nobody: the same target on all that have the same candidates, by hash alone."""
+    return candidates.walk(key)[0]
 
 
 def rank_by_hash(key: str, name: str) -> bytes:

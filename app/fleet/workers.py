@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import logging
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
+from app.fleet.candidates import Candidates, Lineup, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance
+from app.fleet.loads import Others, Weights
 from app.http.headers import Header, Origin
 from app.http.names import Names
 from app.http.worker import Pool
@@ -22,6 +25,9 @@ from app.metrics import WorkerCells
 
 log = logging.getLogger("coatcheck.fleet")
 
+_LINEUPS = 256
+"""At once; there is one for each set of workers that serve a model, and for each worker that turns have found lost."""
+_RESTING_AT_ONCE = 16
 _LEARNT_WITHIN = 2.0
 """Seconds in which a worker that another replica knows is waited for."""
 _STRANGE_FOR = 30.0
@@ -43,8 +49,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("authority", "base_path", "burden", "cells", "health", "host_line", "known", "leaving", "mark", "name",
-                 "origin", "pool", "spec", "targets", "url")  # fmt: skip
+    __slots__ = ("_known", "_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health",
+                 "host_line", "name", "newness", "origin", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -68,17 +74,47 @@ class Worker:
         self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
         self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
-        self.known = True
-        """False once the worker has left the fleet; its running turns go on."""
-        self.mark: Mark = "none"
-        self.leaving = False
-        """Nobody names it any more; it is gone when that lasts."""
+        self.changed: Callable[[], None] = lambda: None
+        """Told when it is known, marked or named otherwise."""
+        self._known, self._leaving = True, False
+        self._mark: Mark = "none"
         self.spec: WorkerSpec | None = None
         """As whoever named it describes it."""
         self.health = Health(tolerance or Tolerance(), joins=joins, clock=clock)
         self.burden = 0.0
         """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
+        self.newness = 0.0
+        """The part of its share that it is not given yet, from 1 down to 0; as of then."""
         self.cells = WorkerCells()
+
+    @property
+    def known(self) -> bool:
+        """False once the worker has left the fleet; its running turns go on."""
+        return self._known
+
+    @known.setter
+    def known(self, known: bool) -> None:
+        self._known = known
+        self.changed()
+
+    @property
+    def leaving(self) -> bool:
+        """Nobody names it any more; it is gone when that lasts."""
+        return self._leaving
+
+    @leaving.setter
+    def leaving(self, leaving: bool) -> None:
+        self._leaving = leaving
+        self.changed()
+
+    @property
+    def mark(self) -> Mark:
+        return self._mark
+
+    @mark.setter
+    def mark(self, mark: Mark) -> None:
+        self._mark = mark
+        self.changed()
 
     @property
     def available(self) -> bool:
@@ -102,16 +138,22 @@ class Worker:
 class Target:
     """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
-    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it.
+    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it, `sessions` those that this
+    replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are the other replicas' (`Fleet.heard`).
     """
 
-    __slots__ = ("headers", "in_flight", "placed", "rank", "reserved", "worker")
+    __slots__ = ("headers", "in_flight", "placed", "points", "rank", "reserved", "sessions", "sessions_elsewhere",
+                 "turns_elsewhere", "worker")  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None) -> None:
         self.worker = worker
         self.rank = rank
         self.in_flight = 0
         self.reserved = 0
+        self.sessions = 0
+        self.turns_elsewhere = self.sessions_elsewhere = 0
+        self.points = points_of(worker.name, rank)
+        """By which a hash finds it."""
         self.placed = 0
         """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
@@ -121,8 +163,13 @@ class Target:
 
     @property
     def load(self) -> float:
-        """In turns in flight: its own, those to come, and what counts for some (`Worker.burden`)."""
-        return self.in_flight + self.reserved + self.worker.burden
+        """In turns in flight: the fleet's, those to come, and what counts for some (`Worker.burden`)."""
+        return self.in_flight + self.reserved + self.turns_elsewhere + self.worker.burden
+
+    @property
+    def settled(self) -> int:
+        """In sessions: the fleet's, and those to come."""
+        return self.sessions + self.reserved + self.sessions_elsewhere
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
@@ -147,6 +194,13 @@ class Fleet:
         """Names that are not waited for, each until when; the oldest first."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
+        self._lineups: dict[
+            tuple[frozenset[str] | None, frozenset[str]], tuple[Lineup[Target], tuple[Worker, ...]]
+        ] = {}
+        """Who may be chosen from, and the others, who may be due to be tried; by who is asked for and who is excluded.
+        Made when asked for, and good until something changes."""
+        self._weights = Weights[Worker]()
+        self._others = Others[Target]()
         for worker in workers:
             other = self._workers.get(worker.name)
             if other is not None:
@@ -165,6 +219,7 @@ class Fleet:
         worker.health.may_suspect = self._may_suspect
 
         def changed(change: Change) -> None:
+            self._lineups.clear()
             worker.cells.changes[change.before.value, change.after.value] += 1
             # That a worker is there when the router starts is no news.
             level = logging.INFO if change.first and change.after is State.UP else logging.WARNING
@@ -172,6 +227,11 @@ class Fleet:
             log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why)
 
         worker.health.changed = changed
+        worker.health.burden.begun = functools.partial(self._weights.begun, worker)
+        worker.changed = self._lineups.clear
+        if worker.health.burden.any:
+            self._weights.begun(worker)
+        self._lineups.clear()
 
     def _may_suspect(self) -> bool:
         """Whether turns alone may take out one more: never more than half. When all fail, it is what all stand on, or
@@ -239,12 +299,33 @@ class Fleet:
             del self._strangers[next(iter(self._strangers))]
 
     def candidates(
-        self, excluded: frozenset[str] = frozenset(), among: frozenset[str] | None = None, *, trials: bool = True
-    ) -> list[Target]:
-        """The targets that may serve a new session, or a turn without one, of the workers named in `among` (None: of
-        all): those of workers that are up; of suspected ones too when most are; of one that is due to be tried
-        (`trials`), which has the least load of all. When nobody is up or suspected, all that are not cordoned or gone:
-        trying beats refusing. A policy picks by `load`."""
+        self,
+        excluded: frozenset[str] = frozenset(),
+        among: frozenset[str] | None = None,
+        *,
+        trials: bool = True,
+        key: str = "",
+    ) -> Candidates[Target]:
+        """The targets that may serve a new session (`key`: its), or a turn without one, of the workers named in `among`
+        (None: of all): those of workers that are up; of suspected ones too when most are; and one that is due to be
+        tried (`trials`). When nobody is up or suspected, all that are not cordoned or gone: trying beats refusing.
+
+        What it costs does not depend on how many there are: they are gone through once after each change."""
+        lineup, resting = self._lineups.get((among, excluded)) or self._line_up(among, excluded)
+        now = self._clock()
+        if now >= self._weights.due:
+            self._weights.weigh(now)
+        if now >= self._others.stale_at:
+            self._others.drop(now)
+        self._trial = None
+        if trials and resting:
+            self._trial = self._due(resting, now)
+        trial = () if self._trial is None else self._trial.targets
+        return Candidates(lineup, key=key, placements=self._placements, trial=trial)
+
+    def _line_up(
+        self, among: frozenset[str] | None, excluded: frozenset[str]
+    ) -> tuple[Lineup[Target], tuple[Worker, ...]]:
         up: list[Worker] = []
         suspected: list[Worker] = []
         others: list[Worker] = []
@@ -255,23 +336,23 @@ class Fleet:
                 state = worker.health.state
                 sound = up if state is State.UP else suspected if state is State.SUSPECT else others
                 (others if worker.leaving else sound).append(worker)
-        now = self._clock()
-        self._trial = None
-        chosen = up
+        chosen, resting = up, suspected + others
         if len(suspected) > len(up):
-            chosen = up + suspected
+            chosen, resting = up + suspected, []
         elif not up:
-            chosen = others
-        elif trials and (suspected or others):
-            self._trial = next((each for each in (*suspected, *others) if each.health.trial_due(now)), None)
-        _weigh(chosen, now)
-        targets = [target for worker in chosen for target in worker.targets]
-        if self._trial is not None:
-            self._trial.burden = 0.0
-            least = min(target.load for target in targets)
-            self._trial.burden = least - 1.0 - max(target.load for target in self._trial.targets)
-            targets += self._trial.targets
-        return targets
+            chosen, resting = others, []
+        made = Lineup(tuple(target for worker in chosen for target in worker.targets)), tuple(resting)
+        if len(self._lineups) >= _LINEUPS:
+            self._lineups.clear()
+        self._lineups[among, excluded] = made
+        return made
+
+    def _due(self, resting: tuple[Worker, ...], now: float) -> Worker | None:
+        """One that is due to be tried, of some, which are others each time."""
+        if len(resting) > _RESTING_AT_ONCE:
+            begin = self._placements * _RESTING_AT_ONCE % len(resting)
+            resting = resting[begin : begin + _RESTING_AT_ONCE]
+        return next((each for each in resting if each.health.trial_due(now)), None)
 
     def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None) -> bool:
         """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there."""
@@ -280,6 +361,12 @@ class Fleet:
             for worker in self._workers.values()
             if worker.name not in lost and (among is None or worker.name in among)
         )
+
+    def heard(self, replica: str, loads: Mapping[Target, tuple[int, int]]) -> None:
+        """What another replica has at each target, in turns in flight and in sessions, in place of what it said before.
+        It counts until the replica says otherwise, or nothing for a while; with no `loads`, or when it is gone, it
+        counts nothing."""
+        self._others.heard(replica, loads, self._clock())
 
     def note_placed(self, target: Target) -> None:
         """It is given something that could have gone elsewhere; equals take turns by that."""
@@ -292,16 +379,6 @@ class Fleet:
     def close(self) -> None:
         for worker in self._workers.values():
             worker.pool.close()
-
-
-def _weigh(workers: list[Worker], now: float) -> None:
-    """Bring what is no load of theirs and counts for it up to date."""
-    weighed = [each for each in workers if each.health.burden.any or each.burden]
-    if weighed:
-        others = [target.load for each in workers if each not in weighed for target in each.targets]
-        usual = sum(others) / len(others) if others else 0.0
-        for worker in weighed:
-            worker.burden = worker.health.burden.now(now, usual)
 
 
 def worker_name(url: str) -> str:

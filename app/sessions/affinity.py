@@ -317,10 +317,6 @@ class Affinity:
     def size(self) -> int:
         return len(self._entries)
 
-    def targets(self) -> list[Target]:
-        """Of all sessions known here."""
-        return [entry.target for entry in self._entries]
-
     @property
     def active_turns(self) -> int:
         return sum(entry.active for entry in self._entries.active.values())
@@ -353,13 +349,13 @@ class Affinity:
                 await self._agreed(key, resolve, lambda _: None)
                 return
 
-    async def choose(self, placement: Placement) -> tuple[Target, str]:
-        """Where a session without a claim would be placed now, and why: hint, parent or policy. Only looks.
+    async def choose(self, placement: Placement, key: str = "") -> tuple[Target, str]:
+        """Where the session `key` without a claim would be placed now, and why: hint, parent or policy. Only looks.
         Raises TurnError as `Binding.bind`."""
         if placement.refusal is not None:
             raise placement.refusal
         try:
-            target, why, _ = await self._resolver.choose(placement)
+            target, why, _ = await self._resolver.choose(placement, key=key)
         except StoreError:
             raise TurnError("store_unavailable", "the claim store cannot be reached") from None
         return target, why

@@ -119,7 +119,8 @@ class Entries:
         self._stamp, self._clock, self._wall = stamp, clock, wall
         self._ttl, self._kept_ttl, self._max_stale, self._capacity = ttl, kept_ttl, max_stale, capacity
         self._table: OrderedDict[str, Entry] = OrderedDict()
-        """The longest unused first. One that was replaced or closed lives on in the turns that hold it."""
+        """The longest unused first. One that was replaced or closed lives on in the turns that hold it. Each target
+        counts its sessions in it."""
         self.active: dict[str, Entry] = {}
         """Those of the table that have turns; the others make room when it is full."""
         self._reads: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
@@ -149,7 +150,8 @@ class Entries:
     def enter(self, entry: Entry) -> None:
         """One more turn of this very entry, proven or not. To be given to `leave`."""
         if not entry.active:
-            self._table[entry.key] = self.active[entry.key] = entry
+            self._put(entry)
+            self.active[entry.key] = entry
         entry.active += 1
 
     def leave(self, entry: Entry) -> None:
@@ -163,12 +165,24 @@ class Entries:
     def install(self, entry: Entry) -> None:
         """Make this, which has no turns yet, the key's entry."""
         self.forget(entry.key)
-        self._table[entry.key] = entry
+        self._put(entry)
         self._trim()
 
     def forget(self, key: str) -> None:
-        self._table.pop(key, None)
+        self._drop(key)
         self.active.pop(key, None)
+
+    def _put(self, entry: Entry) -> None:
+        before = self._table.get(entry.key)
+        if before is not entry:
+            self._drop(entry.key)
+            self._table[entry.key] = entry
+            entry.target.sessions += not entry.kept
+
+    def _drop(self, key: str) -> None:
+        entry = self._table.pop(key, None)
+        if entry is not None:
+            entry.target.sessions -= not entry.kept
 
     def _trim(self) -> None:
         while len(self._table) > max(self._capacity, len(self.active)):
@@ -176,7 +190,7 @@ class Entries:
             if entry.active:
                 self._table.move_to_end(key)
             else:
-                del self._table[key]
+                self._drop(key)
 
     # -- proof
 

@@ -42,8 +42,9 @@ from collections.abc import Callable
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.candidates import Candidates
 from app.fleet.naming import Naming
-from app.fleet.policies import Policy, least_loaded, rendezvous
+from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
@@ -259,7 +260,7 @@ class Resolver:
         meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
         if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
             return None
-        target = rendezvous(claim.key, placement.candidates or self._candidates(frozenset(), placement, trials=False))
+        target = self._by_hash(claim.key, placement)
         if self._meant(claim) is target:
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
@@ -463,7 +464,7 @@ class Resolver:
 
     def _guess(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
         """Where a session is served of which nobody knows: the same on every replica that sees the same workers."""
-        return rendezvous(key, placement.candidates or self._candidates(lost, placement, trials=False))
+        return self._by_hash(key, placement, lost)
 
     def told_of_move(self, key: str, target: Target, lost: frozenset[str]) -> None:
         """Another replica has moved the session off the lost workers, and could not tell the store."""
@@ -488,25 +489,28 @@ class Resolver:
         self, placement: Placement, lost: frozenset[str] = frozenset(), key: str = ""
     ) -> tuple[Target, str, str]:
         """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
-        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: of
-        one that is to be claimed there. While the store is suspected to be away, that is proposed which the session
-        gets without it."""
+        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: the
+        session's. While the store is suspected to be away, that is proposed which the session gets without it."""
         if placement.candidates:
-            return least_loaded(placement.candidates), "hint", ""
-        candidates, parent = self._candidates(lost, placement), ""
+            return least(placement.candidates), "hint", ""
+        parent = ""
         if key and self._claims.suspected:
-            return rendezvous(key, self._candidates(lost, placement, trials=False)), "policy", ""
+            return self._by_hash(key, placement, lost), "policy", ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
-            candidates = self._candidates(lost, placement)  # as they are now
-            if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
+            candidates = self._candidates(lost, placement, trials=False)  # as they are now
+            if (
+                near is not None
+                and near in candidates
+                and near.load - least(candidates.compared()).load <= self._parent_slack
+            ):
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
-        return self._policy(candidates), "policy", parent
+        return self._policy(self._candidates(lost, placement, key=key)), "policy", parent
 
     def guess(self, key: str) -> Target:
         """Where the session would be served without the store. Only looks. Raises TurnError."""
-        return rendezvous(key, self._candidates(frozenset(), ANYWHERE, trials=False))
+        return self._by_hash(key)
 
     async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
         target, _, parent = await self.choose(placement, lost, key)
@@ -525,8 +529,15 @@ class Resolver:
             return None
         return None if claim is None else self._meant(claim)
 
-    def _candidates(self, lost: frozenset[str], placement: Placement, *, trials: bool = True) -> list[Target]:
-        candidates = self._fleet.candidates(lost, placement.among, trials=trials)
+    def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
+        """Of what the client's hint names, if there is one."""
+        hinted = placement.candidates
+        return rendezvous(key, Candidates.of(hinted) if hinted else self._candidates(lost, placement, trials=False))
+
+    def _candidates(
+        self, lost: frozenset[str], placement: Placement, *, trials: bool = True, key: str = ""
+    ) -> Candidates[Target]:
+        candidates = self._fleet.candidates(lost, placement.among, trials=trials, key=key)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

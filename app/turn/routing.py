@@ -7,7 +7,7 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.catalog import Catalog
-from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least_loaded
+from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.metrics import Metrics
@@ -201,7 +201,7 @@ class Routing:
         if hint is not None and not lost:
             if not hint.targets:
                 raise _needs_worker()
-            return Decision(least_loaded(hint.targets), "none", "hint")
+            return Decision(least(hint.targets), "none", "hint")
         candidates = self._fleet.candidates(lost, among)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
@@ -217,10 +217,10 @@ class Routing:
         limit = self._rules.soft_overload
         if 0 < limit <= bound.in_flight:
             # Soft affinity: this one turn may go to a target that is not overloaded, if there is one. The claim stays.
-            candidates = self._fleet.candidates(among=among)
-            free = [t for t in candidates if t is not bound and t.in_flight < limit]
+            near = self._fleet.candidates(among=among, trials=False).compared()
+            free = [each for each in near if each is not bound and each.in_flight < limit]
             if free:
-                return Decision(least_loaded(free), "bypassed", "overload", overrides)
+                return Decision(least(free), "bypassed", "overload", overrides)
         return Decision(bound, how, because, overrides)
 
     async def explain(self, request: Request, hint: Hint | None, kept: str | None = None) -> bytes:
@@ -250,7 +250,7 @@ class Routing:
             if there is not None and (among is None or there.worker.name in among):
                 decision = self.of_session(there, _HOW.get(view.source, "cached"), view.source, hint, among)
             else:
-                target, because = await self._affinity.choose(self.placement(request, hint, among=among))
+                target, because = await self._affinity.choose(self.placement(request, hint, among=among), key)
                 decision = Decision(target, "created" if claim is None else "rebound", because)
         return _encode_json(
             {

@@ -33,8 +33,6 @@ async def test_a_turn_without_a_session_goes_on_elsewhere() -> None:
         assert (got.status, got.headers[b"x-coatcheck-worker"]) == (200, b"w1")
         assert b.metrics.retries.cells["worker_busy",] == 1
         assert b.worker().state == "up"  # load, no illness
-        assert b.worker().burden == 0.0
-        b.fleet.candidates()
         assert b.worker().burden > 3.0
 
 

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable
 
-from app.fleet.policies import Policy, least_loaded
+from app.fleet.policies import Policy
 from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher
 from app.sessions.resolver import ANYWHERE, Placement
 from backends.memory import MemoryStore
+from tests.support.bench import in_order
 from tests.support.fakes import ScriptedStore, settle
 
 TTL = 1800.0
@@ -50,7 +51,7 @@ class Replica:
         self.affinity = Affinity(
             store,
             self.fleet,
-            policy or least_loaded,
+            policy or in_order,
             self.metrics,
             replica=name,
             ttl=ttl,

@@ -239,12 +239,9 @@ def test_turns_alone_need_leave() -> None:
 def test_who_starts_slowly(events: str, joins: bool, slow: bool) -> None:
     worker = Worker(joins=joins)
     assert worker.see(events) is UP
-    later = worker.now + 9  # of ten seconds; what was added for failures is to be left out
-    without = worker.health.burden.now(later, 0.0)
-    assert worker.health.burden.now(later, 100.0) - without == pytest.approx(10.0 if slow else 0.0)
-    assert worker.health.burden.now(worker.now + 10, 100.0) == pytest.approx(
-        worker.health.burden.now(worker.now + 10, 0.0)
-    )
+    later = worker.now + 9  # of ten seconds
+    assert worker.health.burden.newness(later) == pytest.approx(0.1 if slow else 0.0)
+    assert worker.health.burden.newness(worker.now + 10) == 0.0
 
 
 def test_each_change_is_told_once_with_its_evidence() -> None:

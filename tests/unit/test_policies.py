@@ -1,67 +1,143 @@
-"""Where a session goes first."""
+"""Where a session goes first, and a turn without one."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 from app.errors import TurnError
-from app.fleet.policies import POLICIES, Policy, direct, least_loaded, rendezvous, round_robin
-from app.fleet.workers import Fleet, Target, make_worker
+from app.fleet.candidates import Candidates
+from app.fleet.health import Tolerance
+from app.fleet.loads import WORD_STANDS
+from app.fleet.policies import POLICIES, Policy, direct, least, least_loaded, rendezvous, round_robin
+from app.fleet.workers import Fleet, Target, Worker, make_worker
 from app.sessions.identity import KeyHasher
+
+BEAT = 2.0
+"""Seconds between two words of a replica on its load."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def worker_of(number: int, clock: Callable[[], float], *, joins: bool = False) -> Worker:
+    url = f"http://h:{number + 1}"
+    return make_worker(
+        url, name=f"w{number}", connect_limit=1, idle_limit=1, clock=clock, tolerance=Tolerance(), joins=joins
+    )
 
 
 def targets(count: int) -> list[Target]:
-    return [
-        make_worker(f"http://h:{number + 1}", name=f"w{number}", connect_limit=1, idle_limit=1).targets[0]
-        for number in range(count)
-    ]
+    return [worker_of(number, Clock()).targets[0] for number in range(count)]
 
 
 def name(target: Target) -> str:
     return target.worker.name
 
 
+def hashed(key: str, some: Sequence[Target]) -> Target:
+    return rendezvous(key, Candidates.of(some))
+
+
 hasher = KeyHasher()
 KEYS = [hasher.key(b"", b"%d" % number) for number in range(3000)]
+
+
+class Placing:
+    """One replica: picks by a policy and acts on it, as a session's first turn does, or a turn without one."""
+
+    def __init__(self, policy: Policy = least_loaded, count: int = 3, *, ranks: int = 1) -> None:
+        self.policy, self.clock = policy, Clock()
+        self.fleet = Fleet((worker_of(number, self.clock) for number in range(count)), clock=self.clock)
+        self.keys = iter(KEYS)
+        self.of: dict[str, Target] = {}
+
+    @property
+    def targets(self) -> list[Target]:
+        return [target for worker in self.fleet for target in worker.targets]
+
+    def __call__(self) -> Target:
+        target = self.policy(self.fleet.candidates())
+        self.fleet.note_placed(target)
+        return target
+
+    def session(self, key: str = "", lost: Iterable[str] = ()) -> Target:
+        key = key or next(self.keys)
+        target = self.policy(self.fleet.candidates(frozenset(lost), key=key))
+        self.fleet.note_placed(target)
+        target.sessions += 1
+        self.of[key] = target
+        return target
+
+    def tell(self, other: Placing) -> None:
+        """What is here, to another replica."""
+        loads = {}
+        for mine, theirs in zip(self.targets, other.targets, strict=True):
+            loads[theirs] = mine.in_flight + mine.reserved, mine.sessions
+        other.fleet.heard(f"{id(self)}", loads)
+
+    def lose(self, lost: str) -> Counter[str]:
+        """The sessions of a worker that cannot be reached go elsewhere. Returns where."""
+        worker = self.fleet.worker(lost)
+        assert worker is not None
+        worker.health.unreachable("Connection refused", refused=True)
+        moved: Counter[str] = Counter()
+        for key, target in self.of.items():
+            if target.worker is worker:
+                target.sessions -= 1
+                moved[name(self.session(key, {lost}))] += 1
+        return moved
+
+
+def unevenness(counts: Iterable[int]) -> float:
+    """Greatest by mean."""
+    counted = list(counts)
+    return max(counted) * len(counted) / sum(counted)
 
 
 def test_the_settings_names() -> None:
     assert {"least-loaded": least_loaded, "round-robin": round_robin, "direct": direct} == POLICIES
 
 
-class Placing:
-    """Picks by a policy and acts on it."""
-
-    def __init__(self, policy: Policy, count: int = 3) -> None:
-        self.policy, self.targets = policy, targets(count)
-        self.fleet = Fleet(target.worker for target in self.targets)
-
-    def __call__(self) -> Target:
-        target = self.policy(self.targets)
-        self.fleet.note_placed(target)
-        return target
-
-
 def test_direct_places_nothing() -> None:
     with pytest.raises(TurnError) as caught:
-        direct(targets(3))
+        direct(Candidates.of(targets(3)))
     assert caught.value.code == "hint_required"
 
 
 @pytest.mark.parametrize("policy", [least_loaded, round_robin])
-def test_a_policy_only_looks(policy: Policy) -> None:
+@pytest.mark.parametrize("count", [3, 40])
+def test_a_policy_only_looks(policy: Policy, count: int) -> None:
     """Asked again it says the same, as long as nobody has acted on it."""
-    place = Placing(policy)
-    for _ in range(7):
-        told = policy(place.targets)
-        assert policy(place.targets) is told
-        assert place() is told
+    place = Placing(policy, count)
+    for key in KEYS[:20]:
+        for asked in ("", key):
+            told = policy(place.fleet.candidates(key=asked))
+            assert policy(place.fleet.candidates(key=asked)) is told
+        assert place.session(key) is told
 
 
-def test_least_loaded_takes_the_least_loaded() -> None:
-    place = Placing(least_loaded)
+@pytest.mark.parametrize("policy", [least_loaded, round_robin])
+def test_policies_take_any_number_of_candidates(policy: Policy) -> None:
+    for count in (1, 5, 2, 1, 3, 16, 17, 18, 100):
+        some = targets(count)
+        for key in KEYS[:5]:
+            assert policy(Candidates.of(some)) in some
+            assert hashed(key, some) in some
+
+
+# -- turns without a session
+
+
+def test_a_turn_goes_where_the_load_is_least() -> None:
+    place = Placing()
     for load in ((2, 1, 3), (0, 5, 5), (9, 9, 8)):
         for target, turns in zip(place.targets, load, strict=True):
             target.in_flight = turns
@@ -69,16 +145,32 @@ def test_least_loaded_takes_the_least_loaded() -> None:
             assert place().in_flight == min(load)
 
 
-def test_least_loaded_counts_claims_being_made() -> None:
-    place = Placing(least_loaded)
+def test_claims_being_made_are_load() -> None:
+    place = Placing()
     for _ in range(30):
         place().reserved += 1
     assert [target.reserved for target in place.targets] == [10, 10, 10]
 
 
-def test_least_loaded_spreads_what_comes_one_at_a_time() -> None:
-    place = Placing(least_loaded)
+def test_turns_that_come_one_at_a_time_are_spread_whatever_sessions_there_are() -> None:
+    place = Placing()
+    place.targets[0].sessions = 50
     assert Counter(name(place()) for _ in range(30)) == {"w0": 10, "w1": 10, "w2": 10}
+
+
+def test_of_many_some_are_compared_and_none_is_left_out() -> None:
+    place = Placing(count=1000)
+    assert len({place() for _ in range(1000)}) > 990
+    for target in place.targets:
+        target.in_flight = 0
+    for _ in range(5000):
+        place().in_flight += 1
+    assert max(target.in_flight for target in place.targets) <= 6
+    place.targets[777].in_flight = 0
+    assert any(place() is place.targets[777] for _ in range(1000 // 16 + 1))
+
+
+# -- round-robin
 
 
 def test_round_robin() -> None:
@@ -91,17 +183,17 @@ def test_round_robin() -> None:
 def test_round_robin_goes_on_when_one_of_them_cannot_be_chosen_for_a_while() -> None:
     place = Placing(round_robin)
     assert name(place()) == "w0"
-    away = place.targets.pop(0)
+    away = place.targets[0].worker
+    away.mark = "cordoned"
     assert [name(place()) for _ in range(3)] == ["w1", "w2", "w1"]
-    place.targets.append(away)
+    away.mark = "none"
     assert [name(place()) for _ in range(3)] == ["w0", "w2", "w1"]
 
 
-@pytest.mark.parametrize("policy", [least_loaded, round_robin])
-def test_policies_take_any_number_of_candidates(policy: Policy) -> None:
-    for count in (1, 5, 2, 1, 3):
-        some = targets(count)
-        assert policy(some) in some
+def test_round_robin_of_many() -> None:
+    place = Placing(round_robin, 1000)
+    for _ in range(2):
+        assert [name(place()) for _ in range(1000)] == [f"w{number}" for number in range(1000)]
 
 
 def test_fleets_share_nothing() -> None:
@@ -109,28 +201,259 @@ def test_fleets_share_nothing() -> None:
     assert name(Placing(round_robin)()) == "w0"
 
 
-def test_rendezvous_does_not_depend_on_the_order_or_the_load() -> None:
+# -- sessions
+
+
+def test_few_sessions_fall_evenly() -> None:
+    """Whether their turns run or not."""
+    for turns in (0, 1):
+        place = Placing(count=4)
+        for count in range(1, 25):
+            place.session().in_flight += turns
+            if not count % 4:
+                assert [target.sessions for target in place.targets] == [count // 4] * 4
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_many_sessions_fall_nearly_evenly_and_mostly_where_their_hash_says(count: int) -> None:
+    place = Placing(count=count)
+    by_hash = sum(place.session(key) is rendezvous(key, place.fleet.candidates()) for key in KEYS[:1600])
+    assert unevenness(target.sessions for target in place.targets) <= 1.1
+    assert by_hash > 0.7 * 1600
+
+
+def test_of_a_thousand_targets_none_has_many_sessions() -> None:
+    place = Placing(count=1000)
+    for key in KEYS:
+        place.session(key)
+    assert max(target.sessions for target in place.targets) <= 5
+    assert sum(target.sessions > 0 for target in place.targets) > 950
+
+
+def test_a_target_above_the_bound_is_passed_over_for_the_next_on_the_walk() -> None:
+    place = Placing(count=4)
+    for key in KEYS[:100]:
+        first, second, *_ = place.fleet.candidates().walk(key)
+        assert least_loaded(place.fleet.candidates(key=key)) is first
+        first.in_flight = 40
+        assert least_loaded(place.fleet.candidates(key=key)) is second
+        first.in_flight, first.sessions = 0, 1
+        assert least_loaded(place.fleet.candidates(key=key)) is second
+        first.sessions = 0
+
+
+def test_a_burst_of_failures_is_no_room() -> None:
+    place = Placing(count=4)
+    sick = place.targets[1].worker
+    sick.health.failed("status 500")
+    assert sick not in {place.session(key).worker for key in KEYS[:3]}
+
+
+def test_the_least_loaded_of_equals_has_the_fewest_sessions() -> None:
+    some = targets(3)
+    some[0].sessions, some[1].sessions_elsewhere, some[2].sessions = 3, 2, 1
+    assert least(some) is some[2]
+    some[2].turns_elsewhere = 1
+    assert least(some) is some[1]
+
+
+# -- two replicas
+
+
+class Two:
+    """Two replicas before the same workers, which tell each other what they have every `BEAT`."""
+
+    def __init__(self, count: int = 4) -> None:
+        self.both = [Placing(count=count), Placing(count=count)]
+        self._told_at = 0.0
+
+    def at(self, now: float) -> None:
+        one, two = self.both
+        one.clock.now = two.clock.now = 1000.0 + now
+        if now >= self._told_at + BEAT:
+            self._told_at += BEAT
+            one.tell(two)
+            two.tell(one)
+
+    def sessions(self) -> list[int]:
+        return [sum(target.sessions for target in same) for same in self._pairs()]
+
+    def in_flight(self) -> list[int]:
+        return [sum(target.in_flight for target in same) for same in self._pairs()]
+
+    def _pairs(self) -> Iterable[tuple[Target, Target]]:
+        return zip(*(each.targets for each in self.both), strict=True)
+
+
+@pytest.mark.parametrize("arrive", ["alternately", "at one", "at one, then the other"])
+@pytest.mark.parametrize("turns", ["short", "long"])
+@pytest.mark.parametrize("per_second", [20, 1000])
+def test_a_thousand_first_turns_at_two_replicas_fall_evenly(arrive: str, turns: str, per_second: int) -> None:
+    two = Two()
+    places = {"alternately": [0, 1] * 500, "at one": [0] * 1000, "at one, then the other": [0] * 500 + [1] * 500}
+    for number, key in enumerate(KEYS[:1000]):
+        two.at(number / per_second)
+        target = two.both[places[arrive][number]].session(key)
+        target.in_flight += turns == "long"
+    assert unevenness(two.sessions()) <= 1.1
+    assert turns == "short" or unevenness(two.in_flight()) <= 1.1
+
+
+def test_what_the_other_has_counts() -> None:
+    """All of one worker's turns are at the other replica."""
+    two = Two()
+    one, other = two.both
+    other.targets[2].in_flight = 30
+    two.at(BEAT)
+    assert "w2" not in {name(one.session(key)) for key in KEYS[:40]}
+    assert "w2" not in {name(one()) for _ in range(40)}
+
+
+def test_a_silent_replica_counts_nothing() -> None:
+    two = Two()
+    one, other = two.both
+    other.targets[2].in_flight, other.targets[2].sessions = 30, 7
+    other.tell(one)
+    one.clock.now += WORD_STANDS - 0.1
+    one.fleet.candidates()
+    assert (one.targets[2].load, one.targets[2].settled) == (30, 7)
+    one.clock.now += 0.1
+    one.fleet.candidates()
+    assert (one.targets[2].load, one.targets[2].settled) == (0, 0)
+    other.tell(one)
+    other.targets[2].in_flight = 20
+    other.tell(one)
+    assert (one.targets[2].load, one.targets[2].settled) == (20, 7)
+    one.fleet.heard(f"{id(other)}", {})  # it is gone
+    assert (one.targets[2].load, one.targets[2].settled) == (0, 0)
+
+
+# -- workers that go and come
+
+
+def test_the_sessions_of_a_lost_worker_spread_evenly() -> None:
+    place = Placing(count=5)
+    for key in KEYS[:1000]:
+        place.session(key)
+    moved = place.lose("w3")
+    assert len(moved) == 4
+    assert unevenness(target.sessions for target in place.targets if name(target) != "w3") <= 1.1
+
+
+def test_after_a_rolling_restart_shares_are_even_again() -> None:
+    """Within 50 new sessions for each worker, with those that were moved."""
+    place = Placing()
+    keys = iter(KEYS)
+    for _ in range(150):
+        place.session(next(keys))
+    for worker in place.fleet:
+        place.lose(worker.name)
+        place.clock.now += 1
+        worker.health.connected()
+        place.clock.now += 11  # its slow start
+    assert place.targets[2].sessions == 0
+    for _ in range(150):
+        place.session(next(keys))
+    assert unevenness(target.sessions for target in place.targets) <= 1.1
+
+
+def test_right_after_a_restart_turns_reach_all() -> None:
+    """Also in the slow start, as long as it has less to do than the others."""
+    place = Placing()
+    for worker in place.fleet:
+        worker.health.unreachable("Connection refused", refused=True)
+        worker.health.connected()
+        place.clock.now += 1
+    assert unevenness(Counter(name(place()) for _ in range(120)).values()) <= 1.1
+
+
+@pytest.mark.parametrize("what", ["sessions", "in_flight"])
+def test_who_joins_is_given_its_share_slowly(what: str) -> None:
+    place = Placing()
+    for target in place.targets:
+        setattr(target, what, 100)
+    joins = worker_of(3, place.clock, joins=True)
+    place.fleet.put(joins)
+    (new,) = joins.targets
+    given = []
+    for _ in range(11):
+        while any(least_loaded(place.fleet.candidates(key=key)) is new for key in ("", *KEYS[:20])):
+            setattr(new, what, getattr(new, what) + 1)
+        given.append(getattr(new, what))
+        place.clock.now += 1
+    assert given[0] == 0
+    assert all(9 * second <= count <= 14 * second for second, count in enumerate(given))
+
+
+# -- the cost
+
+
+@pytest.mark.parametrize("count", [4, 1000])
+def test_the_cost_does_not_depend_on_the_number_of_targets(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fleet is gone through once after a change, and not for each turn."""
+    place = Placing(count=count)
+    read: Counter[str] = Counter()
+    load, line_up = Target.load, Fleet._line_up
+
+    def counting(target: Target) -> float:
+        read["loads"] += 1
+        return load.__get__(target)  # type: ignore[no-any-return]
+
+    def lining_up(*given: object) -> object:
+        read["line-ups"] += 1
+        return line_up(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "load", property(counting))
+    monkeypatch.setattr(Fleet, "_line_up", lining_up)
+    lost = frozenset({"w2"})
+    for key in KEYS[:50]:
+        place.session(key).in_flight += 1
+        place()
+        rendezvous(key, place.fleet.candidates())
+        place.policy(place.fleet.candidates(lost, key=key))
+    assert read["line-ups"] == 2  # with and without the lost one
+    assert read["loads"] <= 50 * 3 * 2 * 17
+    place.targets[1].worker.mark = "cordoned"
+    assert place.targets[1] not in place.fleet.candidates()
+    assert read["line-ups"] == 3
+
+
+# -- by hash
+
+
+def test_the_hash_does_not_depend_on_the_order_or_the_load() -> None:
     five = targets(5)
     for key in KEYS[:100]:
-        place = rendezvous(key, five)
+        place = hashed(key, five)
         place.in_flight += 7
-        assert rendezvous(key, five[::-1]) is place
-        assert rendezvous(key, five[2:] + five[:2]) is place
+        assert hashed(key, five[::-1]) is place
+        assert hashed(key, five[2:] + five[:2]) is place
 
 
-def test_rendezvous_spreads_evenly() -> None:
-    counted = Counter(name(rendezvous(key, targets_)) for targets_ in [targets(6)] for key in KEYS)
-    assert len(counted) == 6
-    assert all(400 < count < 600 for count in counted.values())  # 500 each; 5 standard deviations are 102
+def test_a_walk_names_each_target_once_the_hash_first() -> None:
+    candidates = Candidates.of(targets(6))
+    for key in KEYS[:100]:
+        walk = candidates.walk(key)
+        assert len(walk) == len(set(walk)) >= 2
+        assert walk[0] is rendezvous(key, candidates)
+
+
+@pytest.mark.parametrize("count", [6, 300])
+def test_the_hash_spreads_evenly(count: int) -> None:
+    candidates = Candidates.of(targets(count))
+    keys = [hasher.key(b"t", b"%d" % number) for number in range(100 * count if count > 6 else 3000)]
+    counted = Counter(name(rendezvous(key, candidates)) for key in keys)
+    assert len(counted) == count
+    assert unevenness(counted.values()) < (1.15 if count == 6 else 1.6)
 
 
 def test_only_the_lost_workers_sessions_move_and_they_spread() -> None:
     six = targets(6)
-    before = {key: rendezvous(key, six) for key in KEYS}
+    before = {key: hashed(key, six) for key in KEYS}
     left = [target for target in six if name(target) != "w3"]
     moved: Counter[str] = Counter()
     for key, place in before.items():
-        now = rendezvous(key, left)
+        now = hashed(key, left)
         if name(place) == "w3":
             moved[name(now)] += 1
         else:
@@ -139,14 +462,14 @@ def test_only_the_lost_workers_sessions_move_and_they_spread() -> None:
     assert min(moved.values()) > 60  # not all to the same next one: 100 each
 
 
-def test_rendezvous_tells_ranks_apart() -> None:
+def test_the_hash_tells_ranks_apart() -> None:
     worker = targets(1)[0].worker
     ranks = [Target(worker, rank) for rank in range(4)]
-    counted = Counter(rendezvous(key, ranks).rank for key in KEYS)
+    counted = Counter(hashed(key, ranks).rank for key in KEYS)
     assert len(counted) == 4
     assert min(counted.values()) > 600
 
 
-def test_rendezvous_is_the_same_in_every_version() -> None:
+def test_the_hash_is_the_same_in_every_version() -> None:
     """Replicas of two versions run side by side during an update."""
-    assert [name(rendezvous(key, targets(4))) for key in KEYS[:8]] == ["w2", "w1", "w0", "w1", "w0", "w0", "w1", "w2"]
+    assert [name(hashed(key, targets(4))) for key in KEYS[:8]] == ["w1", "w1", "w3", "w3", "w3", "w0", "w2", "w2"]

@@ -249,7 +249,7 @@ def test_a_suspected_worker_is_tried_now_and_then() -> None:
         clock.now += 1
     assert tried == [5, 15, 35, 65]
     clock.now += 30
-    assert fleet.candidates(trials=False) == [well]
+    assert list(fleet.candidates(trials=False)) == [well]
     assert set(fleet.candidates()) == {well, sick}
     fleet.note_placed(sick)
     sick.worker.health.good += 1

@@ -1,0 +1,93 @@
+"""What counts for the load of workers and is no turn of this replica's: their failures, that they are new, and what
+other replicas have there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, Protocol, TypeVar
+
+from app.fleet.health import Health
+
+_NEVER = float("inf")
+_WEIGHED_EVERY = 0.1
+WORD_STANDS = 6.0
+"""Seconds that another replica's word of its load counts: three times as long as until the next one."""
+
+
+class Weighed(Protocol):
+    """A worker."""
+
+    health: Health
+    burden: float
+    newness: float
+
+
+class Loaded(Protocol):
+    """A target."""
+
+    turns_elsewhere: int
+    sessions_elsewhere: int
+
+
+W = TypeVar("W", bound=Weighed)
+T = TypeVar("T", bound=Loaded)
+
+
+class Weights(Generic[W]):
+    """Brings what is no load of workers and counts for it up to date: when something has begun to count, and then every
+    `_WEIGHED_EVERY`."""
+
+    def __init__(self) -> None:
+        self.due = _NEVER
+        self._weighed: set[W] = set()
+        """Those for which something counts."""
+        self._begun: set[W] = set()
+        """Of them those for which something counts since they were weighed."""
+        self._all_due = _NEVER
+
+    def begun(self, worker: W) -> None:
+        """Something has begun to count, or counts more."""
+        if not self._weighed:
+            self._all_due = 0.0
+        self._weighed.add(worker)
+        self._begun.add(worker)
+        self.due = 0.0
+
+    def weigh(self, now: float) -> None:
+        some, self._begun = self._begun, set()
+        if now >= self._all_due:
+            some = set(self._weighed)
+            self._all_due = now + _WEIGHED_EVERY
+        for worker in some:
+            burden = worker.health.burden
+            worker.burden, worker.newness = burden.penalty(now), burden.newness(now)
+            if not burden.any:
+                self._weighed.discard(worker)
+        self.due = self._all_due if self._weighed else _NEVER
+
+
+class Others(Generic[T]):
+    """What other replicas say of their load, added up at the targets."""
+
+    def __init__(self) -> None:
+        self.stale_at = _NEVER
+        """When the oldest word does not count any more."""
+        self._said: dict[str, tuple[float, Mapping[T, tuple[int, int]]]] = {}
+        """By replica, the longest silent first."""
+
+    def heard(self, replica: str, loads: Mapping[T, tuple[int, int]], now: float) -> None:
+        _, before = self._said.pop(replica, (0.0, {}))
+        for target, (turns, sessions) in before.items():
+            target.turns_elsewhere -= turns
+            target.sessions_elsewhere -= sessions
+        for target, (turns, sessions) in loads.items():
+            target.turns_elsewhere += turns
+            target.sessions_elsewhere += sessions
+        if loads:
+            self._said[replica] = now, dict(loads)
+        oldest = next(iter(self._said.values()), None)
+        self.stale_at = _NEVER if oldest is None else oldest[0] + WORD_STANDS
+
+    def drop(self, now: float) -> None:
+        for replica in [replica for replica, (at, _) in self._said.items() if now - at >= WORD_STANDS]:
+            self.heard(replica, {}, now)

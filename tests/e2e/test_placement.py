@@ -1,0 +1,74 @@
+"""Where two replicas place sessions together, counted at the workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from tests.e2e.conftest import new_session
+from tests.support.processes import Processes, Replica, Worker, turns, wait_until
+from tests.support.wire import ask, turn
+
+AT_ONCE = 16
+
+
+@dataclass
+class Fleet:
+    workers: list[Worker]
+    replicas: list[Replica]
+
+    async def first_turns(self, count: int, *replicas: Replica, hint: str = "") -> Counter[str]:
+        """Of as many new sessions, `AT_ONCE`, at these replicas by turns. Returns how many each worker served."""
+        before = await self.served()
+        room = asyncio.Semaphore(AT_ONCE)
+        headers = (("x-dynamo-worker-instance-id", hint),) if hint else ()
+
+        async def first(replica: Replica) -> None:
+            async with room:
+                assert (await turn(replica.url, session=new_session(), headers=headers)).status == 200
+
+        await asyncio.gather(*(first(replicas[number % len(replicas)]) for number in range(count)))
+        now = await self.served()
+        assert now.total() - before.total() == count
+        return Counter({name: now[name] - before[name] for name in now})
+
+    async def served(self) -> Counter[str]:
+        return Counter({worker.name: len(await turns(worker)) for worker in self.workers})
+
+
+@pytest.fixture(scope="module")
+def fleet(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+    workers = module_processes.workers(4, "--ttft-ms", "20", "--itl-ms", "0")
+    return Fleet(workers, module_processes.replicas(2, workers, tmp_path_factory.mktemp("claims")))
+
+
+def unevenness(counts: Counter[str]) -> float:
+    return max(counts.values()) * len(counts) / counts.total()
+
+
+async def test_first_turns_at_two_replicas_fall_evenly_on_the_workers(fleet: Fleet) -> None:
+    counts = await fleet.first_turns(200, *fleet.replicas)
+    assert unevenness(counts) <= 1.1, counts
+    counts += await fleet.first_turns(100, fleet.replicas[0])
+    assert unevenness(counts) <= 1.1, counts
+
+
+async def test_sessions_of_the_other_replica_count(fleet: Fleet) -> None:
+    """One has brought many sessions to one worker: as soon as that is said, new ones at the other go past it."""
+    here, other = fleet.replicas
+
+    async def others() -> int:
+        said = (await ask(here.url, target="/admin/replicas")).json["replicas"]
+        return next(int(each["sessions"]) for each in said if not each["this"])
+
+    before = await others()
+    await fleet.first_turns(40, other, hint="w0")
+
+    async def known() -> bool:
+        return await others() >= before + 40
+
+    await wait_until(known, 15)
+    assert (await fleet.first_turns(60, here))["w0"] == 0

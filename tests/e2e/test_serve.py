@@ -33,8 +33,9 @@ class Router:
     def __init__(self, *arguments: str) -> None:
         self._worker = socket.create_server(("127.0.0.1", 0))
         worker = f"http://127.0.0.1:{self._worker.getsockname()[1]}"
+        unasked = ("--probe-path=off", "--models-interval=0")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port=0", "--probe-path=off", "--worker", worker, *arguments],
+            [sys.executable, "-m", "app", "serve", "--port=0", *unasked, "--worker", worker, *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},

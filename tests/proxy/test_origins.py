@@ -124,7 +124,7 @@ async def test_other_origins_are_told_which_setting_it_is() -> None:
 
 
 async def test_a_page_may_ask_a_router_of_its_own_network() -> None:
-    with Live(workers=0, allowed_origins=("*",)) as live:
+    with Live(workers=0, absent=1, allowed_origins=("*",)) as live:
         asks = (ORIGIN, *ASKS, b"access-control-request-private-network: true")
         assert cors(await asked(live, options(b"/v1/x", *asks)))[b"access-control-allow-private-network"] == b"true"
         odd = (ORIGIN, ASKS[0], b"access-control-request-headers: a b\x0bc")

@@ -1129,5 +1129,6 @@ def test_the_value_on_disk_is_readable_json(quick_path: Path) -> None:
 
     assert asyncio.run(written()) == (
         b'{"key":"' + b"ab" * 20 + b'","revision":1,"expires":2,"value":'
-        b'{"worker":"w-1","rank":0,"replica":"","generation":0,"nonce":"n","created_at":0,"version":1}}'
+        b'{"worker":"w-1","rank":0,"replica":"","generation":0,"nonce":"n","created_at":0,"served":false,'
+        b'"version":1}}'
     )

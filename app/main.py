@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from starlette.types import Message, Receive, Scope, Send
 from app.admin import add_admin
 from app.config import Settings, Workers
 from app.control import add_control_plane
+from app.fleet.capacity import Bounds, Capacity
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
 from app.fleet.policies import POLICIES
@@ -72,6 +74,8 @@ class Router(ControlPlane):
     """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
     fleet: Fleet
+    capacity: Capacity | None = None
+    """None: no turns are limited."""
     metrics: Metrics
     admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
@@ -149,6 +153,15 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
             )
+            bounds = Bounds(
+                per_tenant=settings.limits.max_turns_per_tenant,
+                queue=settings.limits.queue_limit,
+                wait=settings.limits.queue_timeout,
+            )
+            if bounds.per_tenant or settings.workers.max_turns:
+                app.capacity = Capacity(
+                    fleet, policy, metrics, bounds, loop=asyncio.get_running_loop(), rng=random.Random()
+                )
             app.turns = Turns(
                 Shared(
                     fleet=fleet,
@@ -171,6 +184,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                         idle=settings.limits.idle_timeout,
                         total=settings.limits.turn_timeout,
                     ),
+                    capacity=app.capacity,
+                    bounds=bounds,
                 )
             )
             app.one_model = OneModel(models, app.turns)
@@ -261,6 +276,7 @@ def make_fleet(settings: Settings, tls: ssl.SSLContext | None = None) -> Fleet:
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
+            max_turns=settings.workers.max_turns,
             tls=tls,
             connect_limit=settings.limits.connect_timeout,
             idle_limit=settings.workers.worker_keepalive,
@@ -304,6 +320,11 @@ def _register_gauges(app: Router) -> None:
     affinity, metrics, turns = app.affinity, app.metrics, app.turns
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: turns.count)
+    metrics.gauge(
+        "coatcheck_queued_turns",
+        "Turns that wait for a slot.",
+        lambda: app.capacity.waiting if app.capacity is not None else 0,
+    )
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)

@@ -40,11 +40,13 @@ class Worker:
         pool: Pool,
         *,
         ranks: int = 0,
+        max_turns: int = 0,
         tolerance: Tolerance | None = None,
         joins: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it. `joins`: as for Health."""
+        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it. `max_turns`: that each of its
+        targets may have at once; 0: any number. `joins`: as for Health."""
         parts = urlsplit(url)
         self.name = name
         self.url = url
@@ -54,7 +56,7 @@ class Worker:
         self.base_path = parts.path.rstrip("/").encode()
         self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
-        self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
+        self.targets = tuple(Target(self, rank, max_turns) for rank in range(ranks)) or (Target(self, None, max_turns),)
         self.known = True
         """False once the worker has left the fleet; its running turns go on."""
         self.mark: Mark = "none"
@@ -80,20 +82,32 @@ class Worker:
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
 
+    @property
+    def limit(self) -> int:
+        """Turns that it may have at once, at all of its targets; 0: any number."""
+        return sum(target.limit for target in self.targets)
+
+    @property
+    def queued(self) -> int:
+        return sum(target.queued for target in self.targets)
+
 
 class Target:
     """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
-    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it.
+    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it, `queued` turns that wait for a
+    slot here; `limit`: how many may be in flight at once, 0: any number.
     """
 
-    __slots__ = ("headers", "in_flight", "placed", "rank", "reserved", "worker")
+    __slots__ = ("headers", "in_flight", "limit", "placed", "queued", "rank", "reserved", "worker")
 
-    def __init__(self, worker: Worker, rank: int | None) -> None:
+    def __init__(self, worker: Worker, rank: int | None, limit: int = 0) -> None:
         self.worker = worker
         self.rank = rank
+        self.limit = limit
         self.in_flight = 0
         self.reserved = 0
+        self.queued = 0
         self.placed = 0
         """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
@@ -104,7 +118,12 @@ class Target:
     @property
     def load(self) -> float:
         """In turns in flight: its own, those to come, and what counts for some (`Worker.burden`)."""
-        return self.in_flight + self.reserved + self.worker.burden
+        return self.in_flight + self.reserved + self.queued + self.worker.burden
+
+    @property
+    def full(self) -> bool:
+        """Has no room for what could go elsewhere: claims being made for it will want a slot."""
+        return 0 < self.limit <= self.in_flight + self.reserved
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
@@ -133,6 +152,7 @@ class Fleet:
             self._workers[worker.name] = worker
             self._look_after(worker)
         self._placements = 0
+        self._limited = any(target.limit for worker in self for target in worker.targets)
         self._trial: Worker | None = None
         """The one among the last candidates that was there to be tried."""
 
@@ -174,10 +194,13 @@ class Fleet:
                 return target
         return None
 
-    def candidates(self, excluded: frozenset[str] = frozenset(), *, trials: bool = True) -> list[Target]:
+    def candidates(
+        self, excluded: frozenset[str] = frozenset(), *, trials: bool = True, with_full: bool = False
+    ) -> list[Target]:
         """The targets that may serve a new session, or a turn without one: those of workers that are up; of suspected
         ones too when most are; of one that is due to be tried (`trials`), which has the least load of all. When nobody
-        is up or suspected, all that are not cordoned or gone: trying beats refusing. A policy picks by `load`."""
+        is up or suspected, all that are not cordoned or gone: trying beats refusing. Those that are full only when all
+        are, or when asked `with_full` ones. A policy picks by `load`."""
         up: list[Worker] = []
         suspected: list[Worker] = []
         others: list[Worker] = []
@@ -201,7 +224,9 @@ class Fleet:
             least = min(target.load for target in targets)
             self._trial.burden = least - 1.0 - max(target.load for target in self._trial.targets)
             targets += self._trial.targets
-        return targets
+        if with_full or not self._limited:
+            return targets
+        return [target for target in targets if not target.full] or targets
 
     def has_other(self, lost: frozenset[str]) -> bool:
         """Whether there is a worker beside those in `lost` that is known to be there."""
@@ -314,10 +339,11 @@ def make_worker(
     names: Names | None = None,
     tolerance: Tolerance | None = None,
     joins: bool = False,
+    max_turns: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
     """A worker from its URL. `tls` is used for https URLs; limits in seconds; `names`: the fleet's; `joins`: it comes
-    to a fleet that runs already. Raises WorkerError."""
+    to a fleet that runs already; `max_turns`: as for Worker. Raises WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -330,4 +356,13 @@ def make_worker(
         idle_limit=idle_limit,
         names=names,
     )
-    return Worker(name or worker_name(url), url, pool, ranks=ranks, tolerance=tolerance, joins=joins, clock=clock)
+    return Worker(
+        name or worker_name(url),
+        url,
+        pool,
+        ranks=ranks,
+        max_turns=max_turns,
+        tolerance=tolerance,
+        joins=joins,
+        clock=clock,
+    )

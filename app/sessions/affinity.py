@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.capacity import Full
 from app.fleet.policies import Policy, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
@@ -53,6 +54,8 @@ class Placement(msgspec.Struct, frozen=True):
     """The key of the session whose prefix this one shares."""
     refusal: TurnError | None = None
     """Only a claim that stands will do, else this is raised."""
+    slot: Target | None = None
+    """Where the turn holds a slot already: there it goes, if it is free to choose."""
     kept: bool = False
     """It is no session but something that a worker keeps, which nobody can move."""
 
@@ -98,8 +101,8 @@ class Binding:
         """Join the session through the store: the claim that stands, or a new one as `placement` says.
 
         `how` is then created, stored, cached (another turn here was already at it, or the store could not confirm),
-        rebound or degraded. Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal; then nothing
-        is held.
+        rebound or degraded. Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal, or Full where
+        it would be placed and nobody has room; then nothing is held.
         """
         affinity = self._affinity
         known = affinity._entries.find(self._key)
@@ -291,7 +294,8 @@ class _Resolver:
         self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where."""
-        elsewhere = Placement(tuple(target for target in placement.candidates if target.worker.name not in lost))
+        candidates = tuple(target for target in placement.candidates if target.worker.name not in lost)
+        elsewhere = Placement(candidates, slot=placement.slot)
         if self._claims.state is not StoreState.UP:
             return self._without_store(key, None, elsewhere, lost)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -339,7 +343,7 @@ class _Resolver:
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost, trials=False)))
+        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost, degraded=True)))
         self._entries.install(entry)
         return entry, "degraded"
 
@@ -348,6 +352,8 @@ class _Resolver:
         what became of following the parent, if there is one: followed, unknown or passed_over. Only looks."""
         if placement.candidates:
             return least_loaded(placement.candidates), "hint", ""
+        if placement.slot is not None:
+            return placement.slot, "policy", ""
         candidates, parent = self._candidates(lost), ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
@@ -358,7 +364,9 @@ class _Resolver:
         return self._policy(candidates), "policy", parent
 
     async def _place(self, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
-        target, _, parent = await self.choose(placement, lost)
+        target, why, parent = await self.choose(placement, lost)
+        if target.full and target is not placement.slot and why != "hint":
+            raise Full("fleet_full", "every worker has as many turns as it may have")
         if parent:
             self._metrics.parents.inc(parent)
         self._fleet.note_placed(target)
@@ -371,8 +379,9 @@ class _Resolver:
         claim = await self._claims.get(parent)
         return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
 
-    def _candidates(self, lost: frozenset[str], *, trials: bool = True) -> list[Target]:
-        candidates = self._fleet.candidates(lost, trials=trials)
+    def _candidates(self, lost: frozenset[str], *, degraded: bool = False) -> list[Target]:
+        # What is full here may have room elsewhere: without the store, replicas agree only on what all see alike.
+        candidates = self._fleet.candidates(lost, trials=not degraded, with_full=degraded)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

@@ -6,12 +6,15 @@ rest: hundreds of tests have one each. Only `Bench.__init__` knows what it is ma
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
 
+from app.fleet.capacity import Bounds, Capacity
 from app.fleet.policies import Policy, least_loaded
 from app.fleet.workers import Fleet, Worker, make_worker
 from app.http.client import ClientLimits, client_protocol
@@ -46,13 +49,24 @@ class Bench:
         client_limits: ClientLimits | None = None,
         connect_limit: float = 5.0,
         idle_limit: float = 60.0,
+        max_turns: int = 0,
+        ranks: int = 0,
+        bounds: Bounds | None = None,
         tls: Any = None,
         **affinity: Any,
     ) -> None:
         self.store = store or ScriptedStore(MemoryStore())
         self.metrics = Metrics()
         self.fleet = Fleet(
-            make_worker(url, name=f"w{number}", connect_limit=connect_limit, idle_limit=idle_limit, tls=tls)
+            make_worker(
+                url,
+                name=f"w{number}",
+                connect_limit=connect_limit,
+                idle_limit=idle_limit,
+                max_turns=max_turns,
+                ranks=ranks,
+                tls=tls,
+            )
             for number, url in enumerate(urls)
         )
         policy = policy or least_loaded
@@ -63,12 +77,18 @@ class Bench:
         routing = Routing(
             fleet=self.fleet, policy=policy, affinity=self.affinity, hasher=self.hasher, metrics=self.metrics
         )
+        self.capacity: Capacity | None = None
+        if max_turns or bounds is not None:
+            loop, rng = asyncio.get_running_loop(), random.Random(1)
+            self.capacity = Capacity(self.fleet, policy, self.metrics, bounds or Bounds(), loop=loop, rng=rng)
         shared = Shared(
             fleet=self.fleet,
             reading=reading or Reading(),
             routing=routing,
             metrics=self.metrics,
             limits=limits or Limits(),
+            capacity=self.capacity,
+            bounds=bounds or Bounds(),
         )
         self.running = Turns(shared)
         self.config = uvicorn.Config(
@@ -109,6 +129,8 @@ class Bench:
 
     async def rest(self) -> None:
         await at_rest(lambda: self.turns, self.affinity, self.fleet)
+        if self.capacity is not None:
+            assert (self.capacity.running, self.capacity.waiting) == (0, 0)
 
     async def close(self) -> None:
         await self.affinity.aclose()
@@ -120,7 +142,8 @@ class Bench:
 async def at_rest(turns: Callable[[], int], affinity: Affinity, fleet: Fleet) -> None:
     """Wait until no turn runs; then every counter must be 0."""
     await until(lambda: not turns())
-    await until(lambda: not any(target.in_flight or target.reserved for each in fleet for target in each.targets))
+    targets = [target for each in fleet for target in each.targets]
+    await until(lambda: not any(target.in_flight or target.reserved or target.queued for target in targets))
     assert affinity.active_turns == 0
 
 

@@ -29,6 +29,8 @@ from app.metrics import Metrics
 
 _LOOK_EVERY = 0.1
 """Seconds between looks at what nobody tells while turns wait: workers that come or go."""
+_TO_NOTICE = 0.05
+"""Seconds that a worker has to notice that a turn was broken off, before its slot is another's."""
 _USUAL = 0.1
 """Share of the latest in how long slots are held."""
 _LEAST_ESTIMATE, _MOST_ESTIMATE = 1.0, 20.0
@@ -58,11 +60,11 @@ class Slot:
         self._capacity: Capacity | None = capacity
         self._tenant, self.target, self._taken_at = tenant, target, now
 
-    def give_back(self) -> None:
-        """Idempotent."""
+    def give_back(self, *, cut: bool = False) -> None:
+        """`cut`: what the worker does for it was broken off, and the worker may not know yet. Idempotent."""
         capacity, self._capacity = self._capacity, None
         if capacity is not None:
-            capacity._given_back(self._tenant, self.target, self._taken_at)
+            capacity._given_back(self._tenant, self.target, self._taken_at, cut)
 
 
 class Waiter:
@@ -201,6 +203,12 @@ class Capacity:
 
     # -- slots
 
+    def _vacate(self, target: Target) -> None:
+        target.in_flight -= 1
+        self.running -= 1
+        if self.waiting:
+            self._fill(target)
+
     def _tenant(self, name: bytes) -> _Tenant:
         return self._tenants.get(name) or self._tenants.setdefault(name, _Tenant())
 
@@ -213,15 +221,15 @@ class Capacity:
         self.running += 1
         return Slot(self, tenant, target, self._loop.time())
 
-    def _given_back(self, tenant: _Tenant, target: Target, taken_at: float) -> None:
+    def _given_back(self, tenant: _Tenant, target: Target, taken_at: float, cut: bool) -> None:
         tenant.running -= 1
-        target.in_flight -= 1
-        self.running -= 1
         self._usual += _USUAL * (self._loop.time() - taken_at - self._usual)
-        if self.waiting:
-            self._fill(target)
-            if self._bounds.per_tenant and tenant.waiting and self._has_room(tenant):
-                self._fill_any(tenant)
+        if cut:
+            self._loop.call_later(_TO_NOTICE, self._vacate, target)
+        else:
+            self._vacate(target)
+        if self._bounds.per_tenant and tenant.waiting and self._has_room(tenant):
+            self._fill_any(tenant)
 
     # -- the queue
 

@@ -164,14 +164,16 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        cut = False
         if self.connection is not None:
+            cut = not self.connection.response.complete
             self.connection.release()
         if self._upload is not None:
             self._upload.close()
         if self._slot is None:
             self.target.in_flight -= 1
         else:
-            self._slot.give_back()
+            self._slot.give_back(cut=cut)
 
     @property
     def came(self) -> bool:

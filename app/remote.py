@@ -166,7 +166,8 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
         if worker.get("max_turns") is not None:
-            worker["in_flight"] = f"{worker['in_flight']}/{worker['max_turns']}"
+            waits = f" +{worker['queued']}" if worker["queued"] else ""
+            worker["in_flight"] = f"{worker['in_flight']}/{worker['max_turns']}{waits}"
         worker["since"] = _span(worker["since_seconds"])
         if worker["last_error"] is not None:
             worker["last_error"] += f" ({_span(worker['last_error_seconds'])} ago)"
@@ -177,7 +178,6 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         "since": "since",
         "turns": "turns",
         "in_flight": "in flight",
-        "queued": "queued",
         "ranks": "ranks",
         "sessions": "sessions",
         "connections": "connections",

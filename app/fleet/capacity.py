@@ -317,15 +317,18 @@ class Capacity:
     def _refusal(self, waiter: Waiter, why: str) -> Full:
         tenant, target = waiter.tenant, waiter.target
         if not self._has_room(tenant):
-            code, limit = "tenant_limit", "tenant"
+            code = "tenant_limit"
+            limit = "tenant"
             says = f"this API key's tenant has {tenant.running} turns running, which is its limit here"
             ahead, slots = tenant.waiting, self._bounds.per_tenant
         elif target is not None:
-            code, limit = "worker_full", "target"
+            code = "worker_full"
+            limit = "target"
             says = "the worker of this turn has as many turns as it may have"
             ahead, slots = target.queued, target.limit
         else:
-            code, limit = "fleet_full", "fleet"
+            code = "fleet_full"
+            limit = "fleet"
             says = "every worker has as many turns as it may have"
             ahead, slots = self.waiting, self.running
         says += {

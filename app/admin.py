@@ -1,4 +1,5 @@
-"""The admin API: look sessions and workers up, and close sessions. For this machine, or whoever has the admin token.
+"""The admin API: look sessions and workers up, close sessions, decide about workers. For this machine, or whoever has
+the admin token.
 
 Looking up never creates or renews a claim. Lists name sessions by their hash only; whoever knows an id can ask for it.
 """
@@ -7,12 +8,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
 
 from app.errors import TurnError, documented
-from app.fleet.workers import Fleet
+from app.fleet.catalog import Catalog
+from app.fleet.discovery.discovery import Discovery
+from app.fleet.discovery.marks import OperatorMark, State
+from app.fleet.discovery.operators import Operators
+from app.fleet.workers import Fleet, WorkerError, worker_spec
+from app.replicas import Replicas
 from app.sessions.affinity import Affinity
 from app.sessions.entries import View
 from app.sessions.identity import KeyHasher, free_id
@@ -24,6 +30,11 @@ Session = Annotated[str, Query(description="The session's id, or its hash with `
 Agent = Annotated[str, Query(description="A child agent's id within the session.")]
 Tenant = Annotated[str, Query(description="The tenant; empty on a router without API keys.")]
 _OF_A_SESSION = ("invalid_request", "invalid_session_id", "store_unavailable")
+_OF_A_MARK = ("invalid_request", "store_unavailable")
+_STATES: dict[str, State] = {"cordon": "cordoned", "uncordon": "none", "drain": "draining", "remove": "removed"}
+_LONGEST = 30 * 86_400.0
+_BY_LENGTH = 100
+By = Annotated[str, Query(description="Who says so, for people.")]
 Hashed = Annotated[bool, Query(description="`session` is the hash that lists show.")]
 
 
@@ -31,12 +42,17 @@ def add_admin(
     app: FastAPI,
     *,
     fleet: Fleet,
+    discovery: Discovery,
+    catalog: Catalog,
+    operators: Operators,
     affinity: Callable[[], Affinity],
     hasher: KeyHasher,
     admins: Admins,
     replica: str,
+    replicas: Callable[[], Replicas],
 ) -> None:
-    """Register `/admin/...` on `app`. `affinity` is asked for when a request comes: it exists from the start-up on."""
+    """Register `/admin/...` on `app`. `affinity` and `replicas` are asked for when a request comes: they exist from the
+    start-up on."""
 
     def only_admins(request: Request) -> None:
         host = request.client.host if request.client is not None else None
@@ -106,6 +122,7 @@ def add_admin(
                         for target in worker.targets
                         if target.rank is not None
                     ],
+                    "models": catalog.models_of(worker.name),
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
                     "burden": round(worker.burden, 1),
@@ -114,12 +131,76 @@ def add_admin(
                     "last_error": worker.health.errors.last or None,
                     "last_error_seconds": _ago(now, worker.health.errors.last_at),
                     "probe": None if worker.health.probe is None else worker.health.probe.value,
+                    "mark": worker.mark,
+                    "gone_in_seconds": discovery.seconds_left(worker),
+                    "source": discovery.source_of(worker.name),
+                    "incarnation": worker.spec.incarnation if worker.spec is not None else "",
+                    "labels": worker.spec.labels if worker.spec is not None else {},
+                    **_word(discovery.mark_of(worker.name)),
                 }
                 for worker in fleet
             ],
+            "differences": replicas().differing(),
+            "absent": [
+                {"name": each.name, "url": each.url, "mark": each.mark.state, **_word(each.mark)}
+                for each in operators.absent()
+            ],
+            "sources": [
+                {"source": label, "workers": count, "trouble": trouble or None}
+                for label, count, trouble in discovery.overview()
+            ],
+            "marks_trouble": (discovery.marks.trouble if discovery.marks is not None else "") or None,
         }
 
+    @routes.get("/replicas", summary="The replicas of this store, and in what they differ from this one")
+    async def all_replicas() -> dict[str, Any]:
+        return {"replica": replica, "replicas": replicas().view()}
+
+    @routes.post("/workers", summary="Name a worker, for all replicas", responses=documented(*_OF_A_MARK))
+    async def add(
+        request: Request,
+        worker: Annotated[str, Query(description="URL[,name=NAME][,dp=RANKS]")],
+        by: By = "",
+    ) -> dict[str, Any]:
+        try:
+            spec = worker_spec(worker)
+        except WorkerError as error:
+            raise TurnError("invalid_request", str(error), param="worker") from None
+        return _marked(spec.name, await operators.add(spec, by=_who(by, request)))
+
+    @routes.post(
+        "/workers/{name:path}/{word}",
+        summary="An operator's word on a worker, for all replicas: cordon, uncordon, drain, remove",
+        responses=documented("unknown_worker", "not_found", *_OF_A_MARK),
+    )
+    async def mark(
+        request: Request,
+        name: str,
+        word: Literal["cordon", "uncordon", "drain", "remove"],
+        deadline: Annotated[float, Query(ge=0, le=_LONGEST, description="Of drain: seconds; 0: sessions stay.")] = 0.0,
+        by: By = "",
+    ) -> dict[str, Any]:
+        said = await operators.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
+        return _marked(name, said)
+
     app.include_router(routes)
+
+
+def _who(by: str, request: Request) -> str:
+    """Whoever gives an order, as they call themselves."""
+    shown = "".join(c for c in by if c.isprintable())[:_BY_LENGTH].strip()
+    return shown or (request.client.host if request.client is not None else "") or "an admin"
+
+
+def _marked(name: str, mark: OperatorMark) -> dict[str, Any]:
+    return {"worker": name, "mark": mark.state, **_word(mark)}
+
+
+def _word(mark: OperatorMark | None) -> dict[str, Any]:
+    """Who said so, and when."""
+    if mark is None:
+        return {"by": None, "at": None, "deadline": None}
+    return {"by": mark.by, "at": mark.at, "deadline": mark.deadline or None}
 
 
 def _ago(now: float, at: float) -> float | None:

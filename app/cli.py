@@ -19,7 +19,9 @@ _COMMANDS = {
     "mock": "run simulated workers",
     "up": "run simulated workers and replicas of the router on this machine, ready to be tried",
     "sessions": "list, show and close sessions of a running router",
-    "workers": "list the workers of a running router",
+    "workers": "list the workers of a running router, add and remove, cordon and drain them",
+    "replicas": "list the replicas that share a running router's claims, and in what they differ",
+    "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
 }
 
@@ -76,17 +78,23 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             options.add_arguments(parser)
         case "mock":
             import mocker.cli
+            from app import register
 
             mocker.cli.add_arguments(parser)
-            parser.set_defaults(run=mocker.cli.run)
+            register.add_mock_arguments(parser)
+            parser.set_defaults(run=lambda args: mocker.cli.run(args, beside=register.beside_mocks(args)))
         case "up":
             from app import up
 
             up.add_arguments(parser)
-        case "sessions" | "workers":
+        case "sessions" | "workers" | "replicas":
             from app import remote
 
             remote.add_arguments(parser, name)
+        case "register":
+            from app import register
+
+            register.add_arguments(parser)
         case "key":
             parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
             parser.set_defaults(run=_make_key)

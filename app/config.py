@@ -10,6 +10,7 @@ help tells neither group nor default nor variable.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import json
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from annotated_types import BaseMetadata
@@ -50,13 +52,16 @@ from pydantic_settings import (
 )
 
 from app import Trouble
+from app.fleet.discovery.file import told_with_line
+from app.fleet.discovery.urls import check_sources
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
 from app.http.origins import Origins
-from app.listening import Place, read_place
+from app.listening import Place, read_peer_address, read_place
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
+from app.turn.fields import parse_aliases
 from app.turn.paths import ENGINE_PATHS, NO_ENGINE_PATHS, Paths
 
 MIB = 1024 * 1024
@@ -120,11 +125,16 @@ Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
 
 
 def _default_claims() -> str:
-    """A folder of this user, so that replicas on one machine agree out of the box (XDG base directories)."""
+    """A folder of this user, so that replicas on one machine agree out of the box."""
+    return (state_folder() / "claims").as_uri()
+
+
+def state_folder() -> Path:
+    """This user's, for what outlives a process (XDG base directories). Raises RuntimeError: there is no home."""
     state = Path(os.environ.get("XDG_STATE_HOME", ""))
     if not state.is_absolute():  # the specification: a relative path is to be ignored
         state = Path.home() / ".local" / "state"
-    return (state / "coatcheck" / "claims").as_uri()
+    return state / "coatcheck"
 
 
 def _default_replica() -> str:
@@ -146,6 +156,14 @@ def _check_secret(secret: str) -> None:
 
 def _check_secret_file(file: Path) -> None:
     _check_secret(read_secret(file))
+
+
+NO_PEERS = "off"
+
+
+def _check_peer_listen(text: str) -> None:
+    if text != NO_PEERS and read_place(text).path is not None:
+        raise ValueError("other machines cannot reach a unix socket; write HOST:PORT, [IPV6]:PORT or off")
 
 
 def _check_ca(file: Path) -> None:
@@ -189,6 +207,15 @@ class Listen(_Group, title="listening"):
     """Port to listen on; 0 takes a free one."""
     processes: int = Field(1, ge=1, le=256)
     """Router processes that share the port; each is a replica."""
+    peer_listen: Annotated[
+        str | None, Spoken("ADDRESS", default="a free port of host"), _usable(_check_peer_listen)
+    ] = None
+    """Where the other replicas of the same store reach this one, as HOST:PORT, each of several processes at the next
+    free port from PORT on; off: nowhere."""
+    peer_address: Annotated[str | None, Spoken("ADDRESS", default="where it listens"), _usable(read_peer_address)] = (
+        None
+    )
+    """What the other replicas are told to connect to, as HOST or HOST:PORT, where that is not what peer-listen says."""
     keepalive_timeout: int = Field(75, ge=1, le=3600)
     """Seconds an idle client connection is kept."""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), _usable(_check_proxies)] = ()
@@ -199,6 +226,11 @@ class Listen(_Group, title="listening"):
 class Workers(_Group, title="workers"):
     worker: Annotated[Texts, Spoken("URL"), _usable(worker_specs)] = ()
     """A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."""
+    workers_from: Annotated[Texts, Spoken("URL"), _usable(check_sources)] = ()
+    """Where other workers are found: file:///path.toml, dns://name:port, dns+srv://name, or the claims URL where they
+    register; without any, and without a worker: at claims; repeatable (in a variable: separated by spaces)."""
+    worker_grace: float = Field(30.0, ge=0, le=86_400)
+    """Seconds after which a worker that is named no more is gone."""
     policy: Annotated[str, Spoken(wrong=f"no such policy; choose one of {', '.join(POLICIES)}")] = Field(
         "least-loaded",
         pattern=f"^({'|'.join(POLICIES)})$",
@@ -217,6 +249,13 @@ class Workers(_Group, title="workers"):
         description=f"Paths outside /v1 that workers answer, like those below it; {NO_ENGINE_PATHS}: no path; "
         "repeatable (in a variable: separated by spaces).",
     )
+    model_alias: Annotated[Texts, Spoken("ALIAS=MODEL"), _usable(parse_aliases)] = ()
+    """What clients may call a model, like small=qwen3-8b: the name is replaced in their requests; repeatable (in a
+    variable: separated by spaces)."""
+    models_interval: float = Field(30.0, ge=0, le=86_400)
+    """Seconds between questions to a worker which models it serves; 0: none is asked, and any may be sent any model."""
+    unknown_models: Literal["refuse", "pass"] = "refuse"
+    """A model that no worker lists: refused here (404), or passed to any worker, for engines that take any name."""
     worker_ca: Annotated[
         Path | None, Spoken(default="the system's"), _usable(_check_ca, "name a PEM file with CA certificates")
     ] = None
@@ -330,6 +369,14 @@ class Store(_Group, title="claims"):
     """This replica's name in claims; unique. Each of several processes adds a number."""
 
     @property
+    def places(self) -> list[tuple[str, int]]:
+        """Host and port of each of the store's endpoints; none: it has no network of its own."""
+        parts = urlsplit(self.claims)
+        hosts = parts.netloc.rpartition("@")[2].split(",") if parts.scheme == "etcd" else []
+        found = (re.fullmatch(r"\[?(.*?)\]?(?::(\d+))?", host) for host in hosts)
+        return [(each[1], int(each[2] or 2379)) for each in found if each is not None]
+
+    @property
     def secret(self) -> str:
         """The session secret, wherever it was given; empty: there is none."""
         return _either(self.session_secret, self.session_secret_file)
@@ -382,6 +429,14 @@ class Settings(_Group):
     limits: Limits
     process: Process
 
+    @property
+    def peer_place(self) -> Place | None:
+        """Where to listen for peers; port 0: a free one. None: nowhere, or there can be none."""
+        chosen = self.listen.peer_listen
+        if chosen == NO_PEERS or self.store.claims.lower().startswith("memory:"):
+            return None
+        return read_place(chosen) if chosen is not None else Place(self.listen.host, 0)
+
     @classmethod
     def flat(cls, **values: Any) -> Self:
         """From settings by their own names; the others have their defaults. Raises ValidationError."""
@@ -389,6 +444,11 @@ class Settings(_Group):
         for name, value in values.items():
             groups[SETTINGS[name].group][name] = value
         return cls.model_validate(groups)
+
+    @property
+    def registers_only(self) -> bool:
+        """No worker is given, and no place to find some: they are those that register at the claims."""
+        return not self.workers.worker and not self.workers.workers_from
 
     def dump(self) -> str:
         """JSON that `load` reads, with secrets in clear: a file that is changed later must not divide processes."""
@@ -400,6 +460,20 @@ class Settings(_Group):
     @classmethod
     def load(cls, dumped: str) -> Self:
         return cls.flat(**json.loads(dumped))
+
+    def changed_by(self, read: EffectiveSettings) -> tuple[Self, list[str], list[str]]:
+        """What these settings become while the router runs, when `read` is what their sources say now. Then which of
+        them change, and which would and cannot, by their keys."""
+        values: dict[str, Any] = {}
+        changed: list[str] = []
+        fixed: list[str] = []
+        for name, setting in SETTINGS.items():
+            value, new = setting.value(self), setting.value(read.settings)
+            made_anew = setting.field.default_factory is not None and read.origins[name].kind == "default"
+            if value != new and not made_anew:
+                (changed if name in CHANGEABLE else fixed).append(setting.key)
+            values[name] = new if name in CHANGEABLE else value
+        return self.flat(**values), changed, fixed
 
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
@@ -511,6 +585,21 @@ SETTINGS = {
     for name, field in model.annotation.model_fields.items()
 }
 """Every setting, by its own name, in the order in which help and documentation show them."""
+CHANGEABLE = frozenset(
+    {
+        *("worker", "workers_from", "worker_api_key", "worker_api_key_file", "api_keys", "model_alias"),
+        *(
+            "connect_timeout",
+            "first_byte_timeout",
+            "idle_timeout",
+            "turn_timeout",
+            "max_body_bytes",
+            "max_header_bytes",
+        ),
+        *("client_head_timeout", "client_body_timeout", "client_read_timeout", "keepalive_timeout"),
+    }
+)
+"""The settings that a running router takes up again."""
 SECRETS = tuple(name for name, setting in SETTINGS.items() if setting.field.annotation is SecretStr)
 """Each of them can be given as `NAME_file` too."""
 
@@ -531,11 +620,18 @@ class Origin(NamedTuple):
     kind: Literal["flag", "variable", "file", "default"]
     name: str
     file: str = ""
+    line: int = 0
+    """Of the file; 0: not known."""
 
     def __str__(self) -> str:
         if self.kind == "default":
             return "default"
         return f"{self.kind} {self.name}" if self.kind != "file" else f"{self.name} in {self.file}"
+
+    @property
+    def place(self) -> str:
+        """Where in its file; for behind a message."""
+        return f" (line {self.line})" if self.line else ""
 
     def with_value(self, value: str) -> str:
         """The setting as the user would have to write it."""
@@ -552,6 +648,12 @@ class EffectiveSettings(NamedTuple):
     """One for each setting."""
 
 
+def config_file(given: Path | None) -> Path | None:
+    """The configuration file: what a flag names, else what the variable does."""
+    named = os.environ.get(CONFIG_VARIABLE)
+    return given if given is not None or not named else Path(named)
+
+
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> EffectiveSettings:
     """The settings from `flags` (setting → value as given), the process's environment, and `file`.
 
@@ -565,13 +667,15 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> Effecti
         file, named_by = Path(os.environ[CONFIG_VARIABLE]), Origin("variable", CONFIG_VARIABLE)
     for key, value in _read_file(file, named_by).items() if file is not None else ():
         name = str(key).replace("-", "_")
+        origin = Origin("file", str(key), str(file), _line_of(file, str(key)))
         if name not in SETTINGS:
             known = [setting.key for setting in SETTINGS.values()]
-            problems.append(f"{file}: there is no setting {key!r}{_did_you_mean(str(key), known)}")
+            problems.append(f"{file}{origin.place}: there is no setting {key!r}{_did_you_mean(str(key), known)}")
         elif name in values:
-            problems.append(f"{file}: {name!r} is given twice, as {origins[name].name!r} and {key!r}; remove one")
+            twice = f"as {origins[name].name!r} and {key!r}; remove one"
+            problems.append(f"{file}{origin.place}: {name!r} is given twice, {twice}")
         else:
-            values[name], origins[name] = value, Origin("file", str(key), str(file))
+            values[name], origins[name] = value, origin
     variables = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())]
     problems += [
         f"there is no variable {name}{_did_you_mean(name, variables)}"
@@ -614,8 +718,22 @@ def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingsError([f"{named}: cannot be read ({reason}); {remedy}"]) from None
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except tomllib.TOMLDecodeError as error:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            said = told_with_line(error, file.read_text(encoding="utf-8"))
+            raise SettingsError([f"{file}: {said}; correct the file"]) from None
+        raise SettingsError([f"{file}: {error}; correct the file"]) from None
+    except yaml.YAMLError as error:
         raise SettingsError([f"{file}: {' '.join(str(error).split())}; correct the file"]) from None
+
+
+def _line_of(file: Path | None, key: str) -> int:
+    """The line of a file that gives `key` its value; 0: not found. What parses these files does not tell."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None else []
+        gives = re.compile(rf"""\s*["']?{re.escape(key)}["']?\s*[=:]""").match
+        return next((number for number, line in enumerate(lines, 1) if gives(line)), 0)
+    return 0
 
 
 def _did_you_mean(name: str, known: list[str]) -> str:
@@ -637,9 +755,10 @@ def _explain(error: ValidationError, values: Mapping[str, Any], origins: Mapping
     for problem in error.errors():
         cause = problem.get("ctx", {}).get("error")
         if isinstance(cause, RelationError):
-            lines.append(f"{' with '.join(map(written, cause.names))}: {cause.message}")
+            places = "".join(origins[name].place for name in cause.names)
+            lines.append(f"{' with '.join(map(written, cause.names))}: {cause.message}{places}")
         else:
             name = str(problem["loc"][1])
             wrong = cause or SETTINGS[name].spoken.wrong or f"must be {SETTINGS[name].expected}"
-            lines.append(f"{written(name)}: {wrong}")
+            lines.append(f"{written(name)}: {wrong}{origins[name].place}")
     return list(dict.fromkeys(lines))

@@ -34,8 +34,9 @@ def add_control_plane(
     draining: Callable[[], bool],
     models: Models,
     management: Management,
+    changed: Callable[[], None],
 ) -> None:
-    """Register the routes on `app`."""
+    """Register the routes on `app`. `changed` is called when an admin has had something done to workers."""
 
     @app.get("/health", summary="The process answers")
     async def health() -> dict[str, str]:
@@ -77,9 +78,11 @@ def add_control_plane(
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         if is_management(request.scope["path"]):
             try:
-                return _whole(*await management.answer(request))
+                answer = await management.answer(request)
             except TurnError as refusal:
                 return _answer(request, refusal)
+            changed()
+            return _whole(*answer)
         if error.status_code == 405:
             allow = (error.headers or {}).get("Allow", "").replace("GET", "GET, HEAD")
             return _answer(

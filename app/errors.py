@@ -43,6 +43,7 @@ TABLE: dict[str, ErrorShape] = {
     "invalid_api_key": ErrorShape(401, "authentication_error"),
     "forbidden": ErrorShape(403, "permission_error"),
     "not_found": ErrorShape(404, _INVALID),
+    "model_not_found": ErrorShape(404, _INVALID),
     "gone": ErrorShape(404, _INVALID, retry=False),  # 404, which clients have a class for, as they have for no 410
     "method_not_allowed": ErrorShape(405, _INVALID),
     "request_timeout": ErrorShape(408, _INVALID),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,8 @@ from app.sessions.tenants import is_loopback_address
 _UNIX = "unix:"
 _PATH_LIMIT = 107
 """Bytes; `sun_path` of unix(7), with its end."""
+_ELSEWHERE = ("192.0.2.1", 9)
+"""Nobody's (RFC 5737)."""
 
 
 class Place(NamedTuple):
@@ -54,6 +58,44 @@ def read_place(text: str) -> Place:
     if not colon or not bare or not is_port or (":" in bare) != (bare != host) or "/" in bare:
         raise ValueError("write HOST:PORT, [IPV6]:PORT or unix:/path")
     return Place(bare, int(port))
+
+
+def read_peer_address(text: str) -> Place:
+    """From `HOST`, `HOST:PORT`, `IPV6` or `[IPV6]:PORT`; port 0: not said. Raises ValueError."""
+    with contextlib.suppress(ValueError):
+        return Place(str(ipaddress.ip_address(text.removeprefix("[").removesuffix("]"))))
+    place = read_place(text if ":" in text else f"{text}:0")
+    if place.path is not None:
+        raise ValueError("write HOST, HOST:PORT or [IPV6]:PORT")
+    return place
+
+
+def is_unspecified(host: str) -> bool:
+    """Whether it stands for every address of this machine."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_unspecified
+    return False
+
+
+def own_address(towards: Iterable[tuple[str, int]]) -> str:
+    """The address that this machine uses towards the first of these that has one, else towards other networks; nothing
+    is sent. Where it has none, the loopback's."""
+    for host, port in (*towards, _ELSEWHERE):
+        with contextlib.suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def network_name() -> str:
+    """Names the network that this process's loopback is of: who has the same name can connect to it."""
+    said = socket.gethostname()
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        said = f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+    return hashlib.blake2b(said.encode(), digest_size=8, person=b"coatcheck-net").hexdigest()
 
 
 def is_loopback(host: str) -> bool:

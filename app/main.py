@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
+import secrets
 import ssl
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
+from app import version
 from app.admin import add_admin
-from app.config import Settings, Workers
+from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
 from app.fleet.capacity import Bounds, Capacity
+from app.fleet.catalog import Catalog
+from app.fleet.discovery.discovery import Discovery
+from app.fleet.discovery.operators import Operators
+from app.fleet.discovery.records import RegistrySource, this_host
+from app.fleet.discovery.source import Source
+from app.fleet.discovery.urls import open_source
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
+from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
-from app.fleet.workers import Fleet, make_worker, worker_specs
+from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
-from app.listening import is_loopback
+from app.listening import Place, is_loopback, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
+from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
-from app.sessions.identity import Identifier, KeyHasher
+from app.sessions.endings import EndingFiles
+from app.sessions.identity import Identifier, KeyHasher, parse_source
+from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
 from app.turn.request import Reading, worker_key_line
@@ -41,6 +56,19 @@ from backends.base import ClaimStore
 
 _LAG_EVERY = 0.1
 """Seconds between looks at the loop's lag."""
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """What the settings' files of keys say."""
+
+    tenants: Tenants
+    worker_key: bytes
+
+    @classmethod
+    def read(cls, settings: Settings) -> Keys:
+        """Raises ValueError, OSError."""
+        file = settings.access.api_keys
+        return cls(read_keys(file) if file is not None else Tenants({}), settings.workers.key.encode())
 
 
 class ControlPlane(FastAPI):
@@ -73,9 +101,22 @@ class Router(ControlPlane):
     origins: Origins | None
     """None: nothing is said of who may use the router from a browser."""
     affinity: Affinity
+    replicas: Replicas
+    door: Door
+    """Where other replicas come in, on a listener of its own."""
+    settings: Settings
+    """As they are now: some may change while the router runs."""
+    reading: Reading
+    keys: Keys
+    hasher: KeyHasher
+    claims: ClaimStore | None = None
+    """From the start-up on."""
+    discovery: Discovery
+    prober: Prober
     fleet: Fleet
     capacity: Capacity | None = None
     """None: no turns are limited."""
+    catalog: Catalog
     metrics: Metrics
     admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
@@ -98,6 +139,42 @@ class Router(ControlPlane):
             return self.turns
         return self.one_model if kind is Kind.MODEL else None
 
+    def read_anew(self) -> None:
+        """Read the requests that come from now on by the settings and for the fleet as they are now."""
+        settings = self.settings
+        self.reading = Reading(
+            identifier=Identifier(settings.sessions.session_from),
+            tenants=self.keys.tenants,
+            forwarding=Forwarding(settings.listen.trusted_proxies),
+            worker_key=self.keys.worker_key,
+            rank_header=settings.workers.rank_header.lower().encode(),
+            has_ranks=self.has_ranks(),
+            body_limit=settings.limits.max_body_bytes,
+            judges_hints=settings.sessions.hints == "follow",
+            aliases=parse_aliases(settings.workers.model_alias),
+        )
+        if self.claims is not None:
+            shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
+            self.turns.share(shared)
+
+    def has_ranks(self) -> bool:
+        return any(target.rank is not None for worker in self.fleet for target in worker.targets)
+
+    async def follow(self, settings: Settings) -> None:
+        """Go by these settings from now on, which differ only in what can change while turns run
+        (`Settings.changed_by`). Turns that run keep what they began with. Raises ValueError or OSError where a file or
+        a store that they name cannot be used; then nothing has changed."""
+        keys = Keys.read(settings)
+        assert self.claims is not None
+        labels, new = await open_sources(settings, self.claims, [each.source.label for each in self.discovery.sources])
+        self.settings, self.keys = settings, keys
+        self.read_anew()
+        self.replicas.agree_on(hashes(_what_must_agree(settings, self.hasher, keys.tenants)))
+        for worker in self.fleet:
+            worker.pool.connect_limit = settings.limits.connect_timeout
+        self.prober.follow(_probing(settings))
+        await self.discovery.follow(worker_specs(settings.workers.worker), new, labels)
+
 
 def _marking(send: Send, crossing: Crossing) -> Send:
     async def sending(message: Message) -> None:
@@ -108,27 +185,45 @@ def _marking(send: Send, crossing: Crossing) -> Send:
     return sending
 
 
-def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router:
-    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it."""
-    tls = _worker_tls(settings.workers)
-    fleet = make_fleet(settings, tls)
+def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
+    """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
+    `peer_place`: where the other replicas are told to find it; None: it has no peers."""
+    tls = worker_tls(settings.workers)
+    fleet = Fleet(())
     metrics = Metrics()
+    metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
     policy = POLICIES[settings.workers.policy]
-    tenants = read_keys(settings.access.api_keys) if settings.access.api_keys is not None else Tenants({})
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
-    reading = Reading(
-        identifier=Identifier(settings.sessions.session_from),
-        tenants=tenants,
-        forwarding=Forwarding(settings.listen.trusted_proxies),
-        worker_key=settings.workers.key.encode(),
-        rank_header=settings.workers.rank_header.lower().encode(),
-        has_ranks=any(target.rank is not None for worker in fleet for target in worker.targets),
-        body_limit=settings.limits.max_body_bytes,
-        judges_hints=settings.sessions.hints == "follow",
+    keys = Keys.read(settings)
+    network = network_name()
+    names = Naming(fleet, network)
+    peers = Peers(settings.store.replica, names, metrics)
+    door = Door(secrets.token_urlsafe(24), lambda: app.affinity.desk)
+    place = peer_place or Place()
+    myself = Myself(
+        replica=settings.store.replica,
+        version=version(),
+        network=network,
+        agrees=hashes(_what_must_agree(settings, hasher, keys.tenants)),
+        host=place.host,
+        port=place.port,
+        token=door.token,
     )
-    models = Models(ModelLists(fleet, tls), reading)
-    metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
+
+    lists = ModelLists(fleet, tls)
+    catalog = Catalog(
+        fleet,
+        lists,
+        lambda: [(b"authorization", b"Bearer " + app.reading.worker_key)] if app.reading.worker_key else [],
+        interval=settings.workers.models_interval,
+        strict=settings.workers.unknown_models == "refuse",
+    )
+
+    def fleet_changed() -> None:
+        catalog.fleet_changed()
+        if app.claims is not None and app.reading.has_ranks != app.has_ranks():
+            app.read_anew()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -152,6 +247,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                 close_limit=settings.store.store_deadline,
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
+                endings=_ending_files(settings),
+                names=names,
+                peers=peers,
             )
             bounds = Bounds(
                 per_tenant=settings.limits.max_turns_per_tenant,
@@ -160,18 +258,25 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             )
             if bounds.per_tenant or settings.workers.max_turns:
                 app.capacity = Capacity(
-                    fleet, policy, metrics, bounds, loop=asyncio.get_running_loop(), rng=random.Random()
+                    fleet,
+                    policy,
+                    metrics,
+                    bounds,
+                    serving=catalog.serving,
+                    loop=asyncio.get_running_loop(),
+                    rng=random.Random(),
                 )
             app.turns = Turns(
                 Shared(
                     fleet=fleet,
-                    reading=reading,
+                    reading=app.reading,
                     routing=Routing(
                         fleet=fleet,
                         policy=policy,
                         affinity=app.affinity,
                         hasher=hasher,
                         metrics=metrics,
+                        catalog=catalog,
                         admins=admins_of_turns,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
@@ -179,29 +284,55 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
                         ),
                     ),
                     metrics=metrics,
-                    limits=Limits(
-                        first_byte=settings.limits.first_byte_timeout,
-                        idle=settings.limits.idle_timeout,
-                        total=settings.limits.turn_timeout,
-                    ),
+                    limits=_turn_limits(settings),
                     capacity=app.capacity,
                     bounds=bounds,
                 )
             )
+            app.replicas = Replicas(
+                claims.registry,
+                myself,
+                fleet=fleet,
+                affinity=app.affinity,
+                peers=peers,
+                names=names,
+                metrics=metrics,
+                running=lambda: app.turns.count,
+            )
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
+            app.claims = claims  # and the turns are there
+            _, sources = await open_sources(settings, claims)
+            await app.discovery.start(claims.registry, sources)
+            stack.push_async_callback(app.discovery.aclose)
             app.affinity.start()
-            prober = make_prober(settings, fleet)
+            app.prober = prober = make_prober(settings, fleet)
             stack.callback(prober.stop)
-            await prober.start()
+            stack.push_async_callback(catalog.aclose)
+            await asyncio.gather(prober.start(), catalog.start(claims.registry))
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
+            stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
+            app.replicas.start()
+            stack.push_async_callback(app.replicas.aclose)
             stack.callback(fleet.close)
             yield
 
     app = Router("coatcheck", lifespan=lifespan)
-    app.fleet, app.metrics = fleet, metrics
+    app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
+    app.keys, app.hasher = keys, hasher
+    app.catalog = catalog
+    app.discovery = Discovery(
+        fleet,
+        worker_maker(lambda: app.settings, tls),
+        worker_specs(settings.workers.worker),
+        grace=settings.workers.worker_grace,
+        changed=fleet_changed,
+        gone=metrics.forget_worker,
+    )
+    app.read_anew()
+    models = Models(lists, catalog, lambda: app.reading)
     app.paths = Paths(settings.workers.engine_paths)
     origins = settings.access.allowed_origins
     app.origins = Origins(origins, lambda path: app.paths.is_admins(path)) if origins else None
@@ -213,11 +344,12 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
             metrics=metrics,
             draining=lambda: app.draining,
             models=models,
+            changed=catalog.look,
             management=Management(
                 fleet,
                 tls,
                 who,
-                reading,
+                lambda: app.reading,
                 admin_token=settings.access.token,
                 seconds=settings.limits.first_byte_timeout,
             ),
@@ -225,12 +357,32 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None) -> Router
     add_admin(
         app.admin_side,
         fleet=fleet,
+        discovery=app.discovery,
+        catalog=catalog,
+        operators=Operators(fleet, app.discovery),
         affinity=lambda: app.affinity,
         hasher=hasher,
         admins=admins,
         replica=settings.store.replica,
+        replicas=lambda: app.replicas,
     )
     return app
+
+
+def _what_must_agree(settings: Settings, hasher: KeyHasher, tenants: Tenants) -> dict[str, bytes]:
+    """By setting, in one spelling: replicas that differ in one of these do not find each other's sessions, or place and
+    keep them differently."""
+    sources = [source for text in settings.sessions.session_from for source in parse_source(text)]
+    return {
+        # A key of no session: no more than any claim's tells who reads the store.
+        "session-secret": hasher.key(b"\xff", b"\xff").encode(),
+        "session-from": repr(sources).encode(),
+        "api-keys": tenants.canonical(),
+        "policy": settings.workers.policy.encode(),
+        "parent-slack": b"%d" % settings.sessions.parent_slack,
+        "session-ttl": repr(settings.store.session_ttl).encode(),
+        "kept-ttl": repr(settings.store.kept_ttl).encode(),
+    }
 
 
 def _admins(settings: Settings) -> tuple[Admins, Admins]:
@@ -256,6 +408,39 @@ async def open_claims(settings: Settings) -> ClaimStore:
     return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
 
 
+async def open_claims_at(url: str, *, deadline: float) -> ClaimStore:
+    """The store at a URL, for whoever registers there. Raises StoreConfigurationError."""
+    return await open_store(url, across_processes=True, deadline=deadline)
+
+
+async def open_sources(
+    settings: Settings, claims: ClaimStore, known: Container[str] = ()
+) -> tuple[list[str], list[Source]]:
+    """The labels of the sources of workers that the settings name, and those of them that are not `known`, opened.
+    Raises StoreConfigurationError."""
+    urls = settings.workers.workers_from or ((settings.store.claims,) if settings.registers_only else ())
+    labels: list[str] = []
+    opened: list[Source] = []
+    for url in urls:
+        source = open_source(url)
+        label = mask(url) if source is None else source.label
+        labels.append(label)
+        if label in known:
+            continue
+        if source is None and url == settings.store.claims:
+            source = RegistrySource(claims.registry, label, host=this_host())
+        elif source is None:
+            store = await open_claims_at(url, deadline=settings.store.store_deadline)
+            source = RegistrySource(store.registry, label, host=this_host(), close=store.aclose)
+        opened.append(source)
+    return labels, opened
+
+
+def _turn_limits(settings: Settings) -> Limits:
+    limits = settings.limits
+    return Limits(first_byte=limits.first_byte_timeout, idle=limits.idle_timeout, total=limits.turn_timeout)
+
+
 def tolerance(settings: Workers) -> Tolerance:
     """What is asked of workers."""
     return Tolerance(
@@ -267,48 +452,70 @@ def tolerance(settings: Workers) -> Tolerance:
     )
 
 
-def make_fleet(settings: Settings, tls: ssl.SSLContext | None = None) -> Fleet:
-    """The workers that the settings name. `tls` is for https ones."""
-    names, tolerated = Names(), tolerance(settings.workers)
-    tls = tls or _worker_tls(settings.workers)
-    return Fleet(
-        make_worker(
+def worker_maker(settings: Callable[[], Settings], tls: Tls | None = None) -> Callable[[WorkerSpec, bool], Worker]:
+    """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
+    https ones."""
+    names, tolerated = Names(), tolerance(settings().workers)
+    tls = tls or worker_tls(settings().workers)
+
+    def make(spec: WorkerSpec, joins: bool) -> Worker:
+        return make_worker(
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
-            max_turns=settings.workers.max_turns,
+            max_turns=settings().workers.max_turns,
             tls=tls,
-            connect_limit=settings.limits.connect_timeout,
-            idle_limit=settings.workers.worker_keepalive,
+            tls_name=spec.tls_name,
+            connect_limit=settings().limits.connect_timeout,
+            idle_limit=settings().workers.worker_keepalive,
             names=names,
             tolerance=tolerated,
+            joins=joins,
         )
-        for spec in worker_specs(settings.workers.worker)
-    )
+
+    return make
 
 
 def make_prober(settings: Settings, fleet: Fleet) -> Prober:
     """Asks as the settings say. The caller starts and stops it."""
+    return Prober(fleet, _probing(settings))
+
+
+def _probing(settings: Settings) -> Probing:
     path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
-    return Prober(
-        fleet,
-        Probing(
-            path=path.encode(),
-            interval=settings.workers.probe_interval,
-            limit=settings.workers.probe_timeout,
-            key_line=worker_key_line(settings.workers.key.encode()),
-        ),
+    return Probing(
+        path=path.encode(),
+        interval=settings.workers.probe_interval,
+        limit=settings.workers.probe_timeout,
+        key_line=worker_key_line(settings.workers.key.encode()),
     )
 
 
-def _worker_tls(settings: Workers) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=settings.worker_ca)
-    if not settings.worker_tls_verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+def _ending_files(settings: Settings) -> EndingFiles | None:
+    """Where closes outlive this process; None: claims do not, or this user has no folder for it."""
+    if settings.store.claims.lower().startswith("memory:"):
+        return None
+    try:
+        return EndingFiles(state_folder() / "endings", settings.store.claims)
+    except RuntimeError:
+        return None
+
+
+def worker_tls(settings: Workers) -> Tls:
+    """For https workers. Made when the first of them is there: to read this system's authorities takes as long as all
+    else that is done to make a router."""
+
+    @functools.cache
+    def made() -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=settings.worker_ca)
+        if not settings.worker_tls_verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
+        return context
+
+    return made
 
 
 def _sessions(app: Router) -> Iterator[tuple[str, float]]:
@@ -337,6 +544,12 @@ def _register_gauges(app: Router) -> None:
         lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
     )
     metrics.gauges(
+        "coatcheck_worker_models",
+        "Models that a worker lists; 0: none, or its list is not known.",
+        "worker",
+        lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
+    )
+    metrics.gauges(
         "coatcheck_worker_sessions",
         "Sessions that this replica knows, by their worker.",
         "worker",
@@ -353,6 +566,18 @@ def _register_gauges(app: Router) -> None:
         "Attempts that hold a slot, at each target that is a rank.",
         "target",
         lambda: ((f"{w.name}/{t.rank}", t.in_flight) for w in app.fleet for t in w.targets if t.rank is not None),
+    )
+    metrics.gauges(
+        "coatcheck_worker_source_up",
+        "1 while a source of workers answers.",
+        "source",
+        lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
+    )
+    metrics.gauges(
+        "coatcheck_worker_source_workers",
+        "Workers that a source names.",
+        "source",
+        lambda: ((label, count) for label, count, _ in app.discovery.overview()),
     )
     metrics.gauges(
         "coatcheck_worker_connections",

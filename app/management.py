@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import ssl
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from fastapi import Request
 from app.errors import TABLE, TurnError
 from app.fleet.asking import Answered, Asked, ask, asking_client
 from app.fleet.policies import WORKER_HINT
-from app.fleet.workers import Fleet, Worker
+from app.fleet.workers import Fleet, Tls, Worker
 from app.http.headers import Header, Noted, header
 from app.sessions.identity import read_hints
 from app.sessions.tenants import ADMIN_TOKEN, Admins, credential
@@ -37,9 +37,17 @@ class Management:
     """Answers these paths."""
 
     def __init__(
-        self, fleet: Fleet, tls: ssl.SSLContext, admins: Admins, reading: Reading, *, admin_token: str, seconds: float
+        self,
+        fleet: Fleet,
+        tls: Tls,
+        admins: Admins,
+        reading: Callable[[], Reading],
+        *,
+        admin_token: str,
+        seconds: float,
     ) -> None:
-        """`admin_token` never reaches a worker. `seconds` for a worker's answer; 0: the longest that there is."""
+        """`reading` answers the router's, which may change. `admin_token` never reaches a worker. `seconds` for a
+        worker's answer; 0: the longest that there is."""
         self._fleet, self._tls, self._admins, self._reading = fleet, tls, admins, reading
         self._admin_token, self._seconds = admin_token.encode(), seconds or _LONGEST
 
@@ -62,7 +70,7 @@ class Management:
         for name, value in headers:
             noted.setdefault(name.lower(), []).append(value)
         workers = self._chosen(noted)
-        request_id = given_id(noted) or self._reading.next_id()
+        request_id = given_id(noted) or self._reading().next_id()
         sent = [(name, value) for name in _SENT_ON for value in noted.get(name, ())]
         sent += [*self._credentials(noted), (b"x-request-id", request_id)]
         asked = Asked(target, sent, request.method, await request.body())
@@ -95,7 +103,7 @@ class Management:
 
     def _credentials(self, noted: Noted) -> list[Header]:
         """Ours for the workers, else what the admin has sent them besides the admin token."""
-        reading = self._reading
+        reading = self._reading()
         if reading.worker_key:
             return [(b"authorization", b"Bearer " + reading.worker_key)]
         if reading.tenants is not None:

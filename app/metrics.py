@@ -30,6 +30,8 @@ CONNECT_OUTCOMES = ("ok", "failed")
 KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown", "gone")
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
+PEER_CALLS = ("where", "bind", "close", "closed", "ended", "moved")
+PEER_OUTCOMES = ("ok", "failed", "late")
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
 RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy")
 SESSION_PATHS = (
@@ -46,9 +48,10 @@ REFUSED_WHEN = ("queue_full", "timeout", "shutdown")
 STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
 PROBE_RESULTS = ("good", "reachable", "misconfigured", "not_yet", "bad", "unreachable", "nameless")
 WORKER_STATES = ("starting", "up", "suspect", "down")
-SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "gone")
+SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "leaving", "gone")
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
+WAYS_GIVEN = ("late_write", "lost_worker", "rewound")
 
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
@@ -161,6 +164,19 @@ class Metrics(Collector):
         self.unproven = Counter(
             "coatcheck_unproven_claims_used", "Cached claims used although the store could not confirm them."
         )
+        self.store_calls_alone = Counter(
+            "coatcheck_store_calls_alone",
+            "Claim store calls that failed or were late although the store was well, and were tried again.",
+            {"op": STORE_CALLS},
+        )
+        self.claims_unreadable = Counter(
+            "coatcheck_claims_unreadable", "Times that what stands at a session's key was no claim that can be read."
+        )
+        self.claims_given_way = Counter(
+            "coatcheck_claims_given_way",
+            "Claims that were replaced because turns had been served elsewhere, by what they were.",
+            {"reason": WAYS_GIVEN},
+        )
         self.closes = Counter(
             "coatcheck_closes", "Claims closed by final turns or by hand, by outcome.", {"outcome": CLOSE_OUTCOMES}
         )
@@ -195,6 +211,16 @@ class Metrics(Collector):
             "coatcheck_parent_placements",
             "First turns of child sessions, by whether they followed.",
             {"outcome": PARENT_OUTCOMES},
+        )
+        self.peer_calls = Counter(
+            "coatcheck_peer_calls",
+            "Questions and news to other replicas, by what, and how that went.",
+            {"call": PEER_CALLS, "outcome": PEER_OUTCOMES},
+        )
+        self.peer_found = Counter(
+            "coatcheck_peer_found",
+            "Sessions that another replica found while the store was away here: known there, or bound by it.",
+            {"by": ("where", "bind")},
         )
         self.kept = Counter(
             "coatcheck_kept_ids",
@@ -273,6 +299,14 @@ class Metrics(Collector):
         """Count one turn. Only paths that many clients ask for get a series of their own."""
         name = path.decode("latin-1")
         self.unnamed.cells[name if (name,) in self.unnamed.cells else "other",] += 1
+
+    def forget_worker(self, name: str) -> None:
+        """Nothing is told any more of a worker that is gone: names come and go with pods, and never end."""
+        for metric in vars(self).values():
+            if isinstance(metric, Counter) and "worker" in metric.labels:
+                at = list(metric.labels).index("worker")
+                for cell in [cell for cell in metric.cells if cell[at] == name]:
+                    del metric.cells[cell]
 
     def collect(self) -> Iterable[Metric]:
         self._read_workers()

@@ -10,15 +10,28 @@ from pathlib import Path
 from typing import Any
 
 from app import Trouble
-from app.config import CONFIG_VARIABLE, SETTINGS, Origin, Setting, Settings, mask, read_settings, shown_value
+from app.config import (
+    CONFIG_VARIABLE,
+    SETTINGS,
+    Origin,
+    Setting,
+    Settings,
+    config_file,
+    mask,
+    read_settings,
+    shown_value,
+)
+from app.fleet.discovery.discovery import Discovery
 from app.fleet.health import Probe
-from app.main import make_fleet, make_prober, open_claims
+from app.fleet.workers import Fleet, worker_specs
+from app.main import make_prober, open_claims, open_sources, worker_maker
+from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from backends.base import StoreConfigurationError, StoreError
 
 _NO_WORKER = (
-    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file); "
-    "for a first try, `coatcheck up` brings simulated ones"
+    f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file), "
+    "or claims where workers can register; for a first try, `coatcheck up` brings simulated ones"
 )
 
 
@@ -61,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve, or only check. Returns the exit code. Raises Trouble."""
-    settings, origins = read_settings({k: v for k, v in vars(args).items() if k in SETTINGS}, args.config)
-    if not settings.workers.worker:
+    flags = {k: v for k, v in vars(args).items() if k in SETTINGS}
+    settings, origins = read_settings(flags, args.config)
+    if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
     configure_logging(settings.process.log_level)
     try:
@@ -81,17 +95,23 @@ def run(args: argparse.Namespace) -> int:
         return 0 if not args.probe or asyncio.run(_probe(settings)) else 1
     if args.probe:
         raise Trouble("--probe goes with --check", code=2)
-    return serve(settings)
+    return serve(Rereading(settings, lambda: read_settings(flags, args.config), config_file(args.config)))
 
 
 async def _probe(settings: Settings) -> bool:
     """Ask every worker once, and print what it says. Returns whether all are well."""
-    fleet = make_fleet(settings)
+    fleet = Fleet(())
+    named = worker_specs(settings.workers.worker)
+    discovery = Discovery(fleet, worker_maker(lambda: settings), named, grace=settings.workers.worker_grace)
     prober = make_prober(settings, fleet)
+    store = await open_claims(settings)
     try:
+        await discovery.start(store.registry, (await open_sources(settings, store))[1])
         await prober.start(patience=2 * settings.workers.probe_timeout)
     finally:
         prober.stop()
+        await discovery.aclose()
+        await store.aclose()
     for worker in fleet:
         probe = worker.health.probe
         print(f"worker {worker.name}: {'nothing within the limit' if probe is None else probe.value}: {worker.url}")
@@ -99,9 +119,11 @@ async def _probe(settings: Settings) -> bool:
 
 
 async def _try_store(settings: Settings) -> None:
-    """Open the store and close it again. Raises StoreError; a StoreConfigurationError will not pass by itself."""
+    """Open the stores and close them again. Raises StoreError; a StoreConfigurationError will not pass by itself."""
     store = await open_claims(settings)
     try:
+        for source in (await open_sources(settings, store))[1]:
+            await source.aclose()
         await store.check()
     finally:
         await store.aclose()

@@ -1,13 +1,17 @@
-"""`coatcheck sessions` and `coatcheck workers`: the admin API of a running router, from a terminal."""
+"""`coatcheck sessions`, `workers` and `replicas`: the admin API of a running router, from a terminal."""
 
 from __future__ import annotations
 
 import argparse
+import getpass
 import json
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from rich.console import Console
@@ -22,6 +26,15 @@ _TIMEOUT = 10.0
 """Seconds that the router has to answer."""
 _PAGE = 1000
 """The most sessions that one answer lists."""
+_MODELS_SHOWN = 3
+_WORDS = ("cordon", "uncordon", "drain", "remove")
+_SAID = {
+    "add": "is added",
+    "cordon": "is cordoned",
+    "uncordon": "is in use again",
+    "drain": "is draining",
+    "remove": "is removed",
+}
 _WRONG_USE = frozenset({400, 422})
 
 Ask = Callable[..., dict[str, Any]]
@@ -29,7 +42,7 @@ Ask = Callable[..., dict[str, Any]]
 
 
 def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
-    """The options that `run` takes; `command`: sessions or workers."""
+    """The options that `run` takes; `command`: sessions, workers or replicas."""
     parser.set_defaults(run=run)
     if command == "sessions":
         parser.usage = "coatcheck sessions (list | show ID | close ID) [options]"
@@ -50,6 +63,24 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--worker", default="", metavar="NAME", help="list only sessions at this worker")
         parser.add_argument("--limit", type=_positive, default=50, metavar="N", help="list so many. Default: 50")
         parser.add_argument("--all", action="store_true", help="list all")
+    else:
+        parser.usage = "coatcheck workers [list | add URL | (cordon | uncordon | drain | remove) NAME] [options]"
+        parser.add_argument(
+            "action",
+            nargs="?",
+            default="list",
+            choices=("list", "add", *_WORDS),
+            metavar="ACTION",
+            help="list (the default); add: one more, as --worker has it; cordon: no new sessions; drain: the same, and "
+            "its sessions move at the deadline; remove: its sessions move now; uncordon: none of these any more. For "
+            "all replicas that share the claims, until it is said otherwise",
+        )
+        parser.add_argument(
+            "id", nargs="?", metavar="NAME", help="the worker's name, or of `add` URL[,name=NAME][,dp=N]"
+        )
+        parser.add_argument(
+            "--deadline", type=_seconds, metavar="SECONDS", help="of drain. Default: its sessions stay until they end"
+        )
     place = SETTINGS["admin_listen"].variable
     parser.add_argument(
         "--url",
@@ -68,9 +99,13 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Ask, and print what was answered. Returns the exit code. Raises Trouble."""
-    action = args.action if args.command == "sessions" else "workers"
-    if args.command == "sessions" and (action == "list") == (args.id is not None):
-        raise Trouble(f"sessions {action} takes {'no' if args.id is not None else 'an'} ID", code=2)
+    action = args.command if args.command == "replicas" else args.action
+    if args.command != "replicas" and (action == "list") == (args.id is not None):
+        wanted = "an ID" if args.command == "sessions" else "a URL" if action == "add" else "a NAME"
+        wanted = wanted if args.id is None else f"no {wanted.split()[1]}"
+        raise Trouble(f"{args.command} {action} takes {wanted}", code=2)
+    if args.command == "workers" and args.deadline is not None and action != "drain":
+        raise Trouble("--deadline is for drain", code=2)
     token, url = args.token, args.url
     if token is None or url is None:
         access = read_settings({}, args.config).settings.access
@@ -79,9 +114,12 @@ def run(args: argparse.Namespace) -> int:
     headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
     try:
         with _client(url.rstrip("/"), headers) as client:
-            {"list": _list, "show": _show, "close": _close, "workers": _workers}[action](
-                args, lambda method, path, **query: _ask(client, method, path, query, url)
-            )
+            does: Mapping[str, Callable[[argparse.Namespace, Ask], None]] = {
+                "sessions": {"list": _list, "show": _show, "close": _close},
+                "workers": {"list": _workers},
+                "replicas": {"replicas": _replicas},
+            }[args.command]
+            does.get(action, _mark)(args, lambda method, path, **query: _ask(client, method, path, query, url))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError):
         remedy = f"write one like {DEFAULT_URL}, or unix:/path"
         raise Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2) from None
@@ -163,11 +201,16 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
     if args.json:
         _print_json(said)
         return
+    for worker in said["absent"]:
+        worker["state"] = worker["mark"]
+    for worker in [*said["workers"], *said["absent"]]:
+        worker["decided"] = f"by {worker['by']} at {_clock(worker['at'])}" if worker["by"] else None
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
         if worker.get("max_turns") is not None:
             waits = f" +{worker['queued']}" if worker["queued"] else ""
             worker["in_flight"] = f"{worker['in_flight']}/{worker['max_turns']}{waits}"
+        worker["models"] = None if worker["models"] is None else _some(worker["models"])
         worker["since"] = _span(worker["since_seconds"])
         if worker["last_error"] is not None:
             worker["last_error"] += f" ({_span(worker['last_error_seconds'])} ago)"
@@ -182,10 +225,56 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         "sessions": "sessions",
         "connections": "connections",
         "errors_per_minute": "errors/min",
+        "models": "models",
         "reason": "reason",
         "last_error": "last error",
+        "source": "source",
+        "decided": "decided",
     }
-    _print_table(tuple(columns.values()), [[worker[key] for key in columns] for worker in said["workers"]])
+    rows = [[worker.get(key) for key in columns] for worker in [*said["workers"], *said["absent"]]]
+    _print_table(tuple(columns.values()), rows)
+    for each in said["sources"]:
+        if each["trouble"]:
+            print(f"workers from {each['source']}: {each['trouble']}; the last view stands")
+    if said["marks_trouble"]:
+        print(f"operators' marks: {said['marks_trouble']}; the last ones stand")
+    for line in said["differences"]:
+        print(line)
+
+
+def _replicas(args: argparse.Namespace, ask: Ask) -> None:
+    said = ask("GET", "/admin/replicas")
+    if args.json:
+        _print_json(said)
+        return
+    columns = ("replica", "version", "store", "workers", "turns", "sessions", "up_seconds", "peer_address", "differs")
+    for each in said["replicas"]:
+        each["replica"] += " (this one)" if each["this"] else ""
+        each["differs"] = ", ".join(one["setting"] for one in each["differs"]) or None
+    _print_table(columns, [[each[column] for column in columns] for each in said["replicas"]])
+
+
+def _some(models: list[str]) -> str:
+    more = len(models) - _MODELS_SHOWN
+    return " ".join(models[:_MODELS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _mark(args: argparse.Namespace, ask: Ask) -> None:
+    by = f"{getpass.getuser()}@{socket.gethostname()}"
+    if args.action == "add":
+        said = ask("POST", "/admin/workers", worker=args.id, by=by)
+    else:
+        path = f"/admin/workers/{quote(args.id, safe='')}/{args.action}"
+        said = ask("POST", path, by=by, deadline=args.deadline)
+    if args.json:
+        _print_json(said)
+        return
+    until = f", until {_clock(said['deadline'])}" if said["deadline"] else ""
+    print(f"{said['worker']} {_SAID[args.action]}{until}")
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -215,6 +304,16 @@ def _cell(value: Any) -> str:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number of seconds, 0 or more")
+    return seconds
 
 
 def _positive(text: str) -> int:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
 import itertools
 import json
 import logging
@@ -20,10 +21,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,9 +32,18 @@ from fastapi import FastAPI
 from app import Trouble, children, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, Route, client_protocol
+from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
-from app.listening import Place, listen_at_path, removed_at_end
+from app.listening import (
+    Place,
+    is_unspecified,
+    listen_at_path,
+    own_address,
+    read_peer_address,
+    removed_at_end,
+)
 from app.main import Router, create_app
+from app.reloading import LOOK_EVERY, Passed, Rereading
 
 log = logging.getLogger("coatcheck")
 
@@ -51,16 +61,24 @@ _SHORT_LIFE = 1.0
 """A process that lived shorter than this, in seconds, is replaced only after such a pause."""
 
 
-def serve(settings: Settings) -> int:
+def serve(rereading: Rereading) -> int:
     """Serve until a signal, with logging configured. Returns the exit code. Raises Trouble where it cannot listen."""
+    settings = rereading.settings
     raise_open_files()
+    signal.signal(signal.SIGHUP, lambda number, frame: rereading.ask())
     with _listening(settings) as listeners:
         if settings.listen.processes > 1:
-            return _Supervisor(settings, listeners).run()
-        server = Server(
-            create_app(settings), settings, listeners.admin, announce=lambda: _announce(settings, listeners)
-        )
-        server.run(listeners.public)
+            return _Supervisor(rereading, listeners).run()
+        with _peer_listeners(settings) as peers:
+            server = Server(
+                create_app(settings, peer_place=_advertised(settings, peers)),
+                settings,
+                listeners.admin,
+                peers,
+                announce=lambda: _announce(settings, listeners),
+                changes=rereading.changes,
+            )
+            server.run(listeners.public)
     return 0
 
 
@@ -96,6 +114,43 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
             bound(public, "--host", "--port"),
             bound(admin, "--admin-listen", "--admin-listen") if admin is not None else [],
         )
+
+
+@contextlib.contextmanager
+def _peer_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
+    """One process's own; empty: it has no peers. Raises Trouble."""
+    place = settings.peer_place
+    with contextlib.ExitStack() as stack:
+        sockets = [] if place is None else _listen_for_peers(place, settings.listen.processes)
+        for listener in sockets:
+            stack.enter_context(contextlib.closing(listener))
+        yield sockets
+
+
+def _listen_for_peers(place: Place, processes: int) -> list[socket.socket]:
+    """At the first port from `place.port` on that no other of so many processes has; 0: at any. Raises Trouble."""
+    last = place.port + processes - 1 if place.port else 0
+    for port in range(place.port, last + 1):
+        try:
+            return listen(place.host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or port == last:
+                remedy = "choose another --peer-listen, or off"
+                where = Place(place.host, port)
+                raise Trouble(f"cannot listen for the other replicas on {where}: {error.strerror}; {remedy}") from None
+    raise AssertionError("unreachable")
+
+
+def _advertised(settings: Settings, sockets: Sequence[socket.socket]) -> Place | None:
+    """Where other replicas are told to connect to."""
+    if not sockets:
+        return None
+    host, port = sockets[0].getsockname()[:2]
+    chosen = settings.listen.peer_address
+    if chosen is not None:
+        said = read_peer_address(chosen)
+        return Place(said.host, said.port or port)
+    return Place(own_address(settings.store.places) if is_unspecified(host) else host, port)
 
 
 def listen(host: str, port: int, *, patience: float = 0.0) -> list[socket.socket]:
@@ -162,6 +217,28 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
+class _Protocol:
+    """Makes the protocols of clients' connections, by the limits of the moment."""
+
+    def __init__(self, route: Route, draining: Callable[[], bool], origins: Origins | None) -> None:
+        self._route, self._draining, self._origins = route, draining, origins
+        self._made: Callable[..., asyncio.Protocol]
+
+    def limit(self, settings: Settings) -> None:
+        """For the connections that come from now on."""
+        limits = ClientLimits(
+            head_bytes=settings.limits.max_header_bytes,
+            head_wait=settings.limits.client_head_timeout,
+            body_wait=settings.limits.client_body_timeout,
+            read_wait=settings.limits.client_read_timeout,
+            idle=settings.listen.keepalive_timeout,
+        )
+        self._made = client_protocol(self._route, self._draining, limits, self._origins)
+
+    def __call__(self, **how: Any) -> asyncio.Protocol:
+        return self._made(**how)
+
+
 class Server(uvicorn.Server):
     """One router process on sockets that are already bound.
 
@@ -174,26 +251,22 @@ class Server(uvicorn.Server):
         router: Router,
         settings: Settings,
         admin_sockets: Sequence[socket.socket] = (),
+        peer_sockets: Sequence[socket.socket] = (),
         *,
         announce: Callable[[], None] = lambda: None,
+        changes: Callable[[], AsyncIterator[Settings]] | None = None,
         forceful: bool = True,
     ) -> None:
-        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"]) -> uvicorn.Config:
+        """`changes`: the settings whenever they change."""
+
+        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"] = "off") -> uvicorn.Config:
+            protocol = _Protocol(route, lambda: router.draining, router.origins if lifespan == "on" else None)
+            protocol.limit(settings)
+            self._protocols.append(protocol)
             return uvicorn.Config(
                 app,
                 loop="uvloop",
-                http=client_protocol(
-                    route,
-                    lambda: router.draining,
-                    ClientLimits(
-                        head_bytes=settings.limits.max_header_bytes,
-                        head_wait=settings.limits.client_head_timeout,
-                        body_wait=settings.limits.client_body_timeout,
-                        read_wait=settings.limits.client_read_timeout,
-                        idle=settings.listen.keepalive_timeout,
-                    ),
-                    router.origins if app is router else None,
-                ),
+                http=cast(type[asyncio.Protocol], protocol),  # uvicorn only calls it
                 ws="none",
                 lifespan=lifespan,
                 log_config=None,
@@ -205,9 +278,15 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=settings.process.drain_timeout,
             )
 
+        self._protocols: list[_Protocol] = []
+        self._changes = changes
+        self._following: asyncio.Task[None] | None = None
         super().__init__(config(router, router.proxy_of, "on"))
-        self._admin_config = config(router.admin_side, lambda path: None, "off")
-        self._admin_sockets = admin_sockets
+        self._beside = (
+            (config(router.admin_side, lambda path: None), admin_sockets),
+            (config(router, lambda path: router.door), peer_sockets),
+        )
+        """What is served on listeners of its own."""
         self._router = router
         self._drain_delay = settings.process.drain_delay
         self._announce = announce
@@ -220,11 +299,28 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        await self.serve_admins()
+        await self.serve_beside()
         if self.started:
+            if self._changes is not None:
+                self._following = asyncio.create_task(self.follow(self._changes()))
             self._announce()
 
+    async def follow(self, changes: AsyncIterator[Settings]) -> None:
+        """Take up what may change while turns run."""
+        async for settings in changes:
+            try:
+                await self._router.follow(settings)
+            except (ValueError, OSError) as error:  # it has changed once more since it was checked
+                log.warning("the settings stay as they were: %s", mask(str(error)))
+            except Exception:  # a fault of ours: the operator sees it in the log, and turns go on
+                log.exception("the settings could not be taken up")
+            else:
+                for protocol in self._protocols:
+                    protocol.limit(settings)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._following is not None:
+            self._following.cancel()
         capacity = self._router.capacity
         if capacity is not None:
             # Turns that still wait when this time is nearly over will not be served. They are told, not cut.
@@ -232,20 +328,20 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().call_later(max(0.0, seconds - max(_TO_TELL, seconds / 10)), capacity.close)
         await super().shutdown(sockets)
 
-    async def serve_admins(self) -> None:
-        """The second listener, as uvicorn makes the first: closed, drained and waited for with it."""
-        admins = self._admin_config
-        if self._admin_sockets:
-            admins.load()
-        for listener in self._admin_sockets:
-            server = await asyncio.get_running_loop().create_server(
-                lambda: admins.http_protocol_class(  # type: ignore[call-arg]
-                    config=admins, server_state=self.server_state, app_state=self.lifespan.state
-                ),
-                sock=listener,
-                backlog=_BACKLOG,
-            )
-            self.servers.append(server)
+    async def serve_beside(self) -> None:
+        """The other listeners, as uvicorn makes the first: closed, drained and waited for with it."""
+        for served, sockets in self._beside:
+            if sockets:
+                served.load()
+                made: Callable[[], asyncio.Protocol] = functools.partial(
+                    cast(Any, served.http_protocol_class),
+                    config=served,
+                    server_state=self.server_state,
+                    app_state=self.lifespan.state,
+                )
+            for listener in sockets:
+                loop = asyncio.get_running_loop()
+                self.servers.append(await loop.create_server(made, sock=listener, backlog=_BACKLOG))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The signals are not noted as captured: uvicorn would raise them again in the end, and this is no failure.
@@ -276,8 +372,11 @@ def _keep_freed_memory() -> None:
 class _Supervisor:
     """The parent of `--processes N`: starts them on its sockets, replaces those that die, stops them together."""
 
-    def __init__(self, settings: Settings, listeners: _Listeners) -> None:
-        self._settings = settings
+    def __init__(self, rereading: Rereading, listeners: _Listeners) -> None:
+        self._settings = rereading.settings
+        self._rereading = rereading
+        self._passed = Passed()
+        self._look_at = 0.0
         self._listeners = listeners
         self._numbers = itertools.count(1)
         self._running: dict[subprocess.Popen[bytes], float] = {}
@@ -293,6 +392,7 @@ class _Supervisor:
             _announce(self._settings, self._listeners)
             while not self._signals:
                 time.sleep(0.1)
+                self._pass_on()
                 for child in [child for child in self._running if child.poll() is not None]:
                     if self._signals:
                         break
@@ -314,13 +414,32 @@ class _Supervisor:
             drain = self._settings.process.drain_delay + self._settings.process.drain_timeout
             children.stop(self._running, grace=drain + _STOP_MARGIN, hurried=lambda: self._signals > 1)
 
+    def _pass_on(self) -> None:
+        """Settings that have changed, to all processes."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_EVERY
+        settings = self._rereading.again(self._rereading.stamps())
+        if settings is not None:
+            try:
+                self._passed.write(settings)
+            except (ValueError, OSError) as error:  # a file with a secret has changed once more since it was checked
+                log.warning("the settings stay as they were: %s", mask(str(error)))
+            else:
+                self._settings = settings
+
     def _start(self) -> None:
         replica = f"{self._settings.store.replica}-{next(self._numbers)}"
         store = self._settings.store.model_copy(update={"replica": replica})
         environment = os.environ | {_SETTINGS_VARIABLE: self._settings.model_copy(update={"store": store}).dump()}
         descriptors = [[listener.fileno() for listener in each] for each in self._listeners]
+        passed = self._passed.descriptor
         child = children.start(
-            "app.serve", json.dumps(descriptors), environment=environment, pass_fds=list(itertools.chain(*descriptors))
+            "app.serve",
+            json.dumps(descriptors),
+            str(passed),
+            environment=environment,
+            pass_fds=[passed, *itertools.chain(*descriptors)],
         )
         self._running[child] = time.monotonic()
 
@@ -329,11 +448,11 @@ class _Supervisor:
 
 
 def _announce(settings: Settings, listeners: _Listeners) -> None:
-    workers, processes = len(settings.workers.worker), settings.listen.processes
+    processes = settings.listen.processes
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     parts = [
         f"coatcheck {version()} at {' and '.join(_where(listener).url for listener in listeners.public)}",
-        f"{workers} worker{'s' * (workers != 1)}",
+        _spoken_workers(settings),
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
         f"{files} open files" if files >= 0 else "open files without limit",
@@ -347,17 +466,38 @@ def _announce(settings: Settings, listeners: _Listeners) -> None:
         log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
 
 
+def _spoken_workers(settings: Settings) -> str:
+    """How many are given, and where others come from."""
+    workers = len(settings.workers.worker)
+    sources = " and ".join(map(mask, settings.workers.workers_from))
+    given = f"{workers} worker{'s' * (workers != 1)}"
+    if settings.registers_only:
+        return "workers that register at the claims"
+    return given if not sources else f"workers from {sources}" if not workers else f"{given} and those from {sources}"
+
+
 def _where(listener: socket.socket) -> Place:
     name = listener.getsockname()
     return Place(path=Path(name)) if isinstance(name, str) else Place(*name[:2])
 
 
 def _serve_as_child() -> int:
-    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]]`, the settings in the environment."""
+    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD`, the settings in the environment;
+    from the last one they come when they change."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent's to hear
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
     configure_logging(settings.process.log_level)
     public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
-    Server(create_app(settings), settings, admin, forceful=False).run(public)
+    passed = Passed(int(sys.argv[2]))
+    replica = settings.store.replica
+    try:
+        with _peer_listeners(settings) as peers:
+            app = create_app(settings, peer_place=_advertised(settings, peers))
+            changes = functools.partial(passed.changes, replica)
+            Server(app, settings, admin, peers, changes=changes, forceful=False).run(public)
+    except Trouble as trouble:
+        log.error("%s", trouble)
+        return 1
     return 0
 
 

@@ -98,7 +98,10 @@ class ClaimValue(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False,
     nonce: str = msgspec.field(default_factory=lambda: secrets.token_hex(12))
     """Recognises our own write after an ambiguous timeout."""
     created_at: int = 0
-    """Unix seconds by the creator's clock, for people; nothing is decided by it. 0: not said."""
+    """Unix seconds by the creator's clock: when it was proposed or, if `served`, when its last turn before that was. No
+    store decides anything by it. 0: not said."""
+    served: bool = False
+    """Turns of the session had been served there before the claim was made (without the store, which was away)."""
     version: int = VERSION
 
     def __post_init__(self) -> None:

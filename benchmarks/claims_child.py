@@ -25,8 +25,9 @@ import uvloop
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
-from app.sessions.affinity import ANYWHERE, Affinity
+from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
+from app.sessions.resolver import ANYWHERE
 from backends import open_store
 from backends.base import (
     Claim,
@@ -135,6 +136,7 @@ async def idle(sessions: int, capacity: int, foreign: bool) -> None:
     for number in range(1000):  # what is allocated once is not an entry's
         binding = affinity.session(session_key("warm", number), final=False)
         await binding.bind(ANYWHERE)
+        binding.answered(200)
         binding.release()
     _report_memory(affinity, 0)
     target, _ = await affinity.choose(ANYWHERE)

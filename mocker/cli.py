@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import fields
 from typing import Any
 
@@ -77,7 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", type=_text, help="ask for this bearer token on /v1/*")
 
 
-def run(args: argparse.Namespace) -> int:
+Beside = Callable[[Sequence[tuple[MockWorker, str]]], AbstractAsyncContextManager[None]]
+"""What else runs while the workers serve, each with its URL; it has ended before they stop."""
+
+
+def run(args: argparse.Namespace, beside: Beside = lambda workers: contextlib.nullcontext()) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit code: 0 stopped, 1 cannot listen, 2 the options do not fit."""
     if args.port and args.port + args.count - 1 > 65535:
         return _fail(2, f"--port {args.port} --count {args.count}: the last port would be above 65535")
@@ -95,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
                 return _fail(2, str(error))
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve_until_signal(workers))
+            runner.run(_serve_until_signal(workers, beside))
     return 0
 
 
@@ -140,10 +145,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        host, port = self.listener.getsockname()[:2]
         settings = self.worker.settings
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        print(f"{settings.name} serves {', '.join(settings.models)} at http://{address}", flush=True)
+        print(f"{settings.name} serves {', '.join(settings.models)} at {_url(self.listener)}", flush=True)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -151,11 +154,24 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve_until_signal(workers: Sequence[tuple[MockWorker, socket.socket]]) -> None:
-    stop = asyncio.Event()
+async def _serve_until_signal(workers: Sequence[tuple[MockWorker, socket.socket]], beside: Beside) -> None:
+    told, stop = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await serve(workers, stop)
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    serving = asyncio.create_task(serve(workers, stop))
+    try:
+        async with beside([(worker, _url(listener)) for worker, listener in workers]):
+            waiting = asyncio.create_task(told.wait())
+            await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+    finally:
+        stop.set()
+        await serving
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _settings(args: argparse.Namespace, port: int) -> MockSettings:

@@ -116,6 +116,10 @@ class MockWorker(FastAPI):
         else:
             await super().__call__(scope, receive, named)
 
+    @property
+    def running_turns(self) -> int:
+        return self._turns.log.active
+
     def reset_running_turns(self) -> None:
         """Reset the connections of all running turns, which are recorded as aborted. For a quick stop."""
         self._turns.reset_running()

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from app.errors import TurnError
-from app.fleet.workers import Worker
+from app.fleet.workers import Tls, Worker
 from app.http.headers import Header
 
 
@@ -31,10 +31,32 @@ class Answered(msgspec.Struct, frozen=True):
     cut: bool = False
 
 
-def asking_client(tls: ssl.SSLContext) -> httpx.AsyncClient:
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+
+
+def asking_client(tls: Tls) -> httpx.AsyncClient:
     """For `ask`. The environment's proxies are for the internet; workers are reached directly, as turns are."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(trust_env=False, verify=tls, timeout=None, limits=limits)
+    trusts_nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    return httpx.AsyncClient(
+        trust_env=False, verify=trusts_nobody, timeout=None, limits=_LIMITS, mounts={"https://": _Https(tls)}
+    )
+
+
+class _Https(httpx.AsyncBaseTransport):
+    """To https workers, of which there may be none."""
+
+    def __init__(self, tls: Tls) -> None:
+        self._tls = tls
+        self._made: httpx.AsyncHTTPTransport | None = None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self._made is None:
+            self._made = httpx.AsyncHTTPTransport(verify=self._tls(), limits=_LIMITS)
+        return await self._made.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        if self._made is not None:
+            await self._made.aclose()
 
 
 async def ask(client: httpx.AsyncClient, worker: Worker, asked: Asked, *, seconds: float, size: int) -> Answered:

@@ -3,7 +3,8 @@
 A slot is one attempt's: it counts at its target and for its tenant. A turn takes one at once where both have room; else
 it waits. When a slot is given back, or a worker is there again, the waiting turns are looked at: the tenant that was
 longest not given a slot first, and of one tenant the turns as they came. A turn of a session waits for its own target;
-one that is free to choose takes whichever has room first. So a free slot and a turn that could have it are never there
+one that is free to choose takes whichever has room first of those that serve its model, as they are at that moment:
+workers come, and their lists change, while it waits. So a free slot and a turn that could have it are never there
 together, and who comes later overtakes nobody.
 
 The queue is bounded. When it is full, the tenant with the most turns in it loses its youngest: who floods it pays.
@@ -17,6 +18,8 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_right
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -47,6 +50,22 @@ class Bounds(msgspec.Struct, frozen=True):
     wait: float = 30.0
 
 
+K = TypeVar("K")
+
+
+class Choice(NamedTuple):
+    """What a turn may choose from. Turns with the same choice wait in one line."""
+
+    lost: frozenset[str] = frozenset()
+    """Names of workers that it has found lost."""
+    model: str | None = None
+    among: frozenset[str] | None = None
+    """The names of the workers that serve its model, as far as was known when it came; None: all."""
+
+
+ANYTHING = Choice()
+
+
 class Full(TurnError):
     """There is no slot: for now, or any more in the time that a turn may wait."""
 
@@ -71,13 +90,13 @@ class Waiter:
     """A turn in the queue. `wake` is set when it is not there any more: then it has a `slot`, or a `refusal`, or
     neither, when the worker that it waited for is lost, or it left."""
 
-    __slots__ = ("began", "deadline", "entered", "lost", "queued", "refusal", "slot", "stays", "target", "tenant",
+    __slots__ = ("began", "choice", "deadline", "entered", "queued", "refusal", "slot", "stays", "target", "tenant",
                  "wake")  # fmt: skip
 
     def __init__(
-        self, tenant: _Tenant, target: Target | None, lost: frozenset[str], began: float, entered: float, stays: bool
+        self, tenant: _Tenant, target: Target | None, choice: Choice, began: float, entered: float, stays: bool
     ) -> None:
-        self.tenant, self.target, self.lost, self.began, self.entered = tenant, target, lost, began, entered
+        self.tenant, self.target, self.choice, self.began, self.entered = tenant, target, choice, began, entered
         self.stays = stays
         self.wake = Wake()
         self.queued = True
@@ -87,30 +106,39 @@ class Waiter:
 
 
 class _Tenant:
-    """Whose turns run or wait. `lines`: those that wait, by the target that they want (None: any), as they came; none
-    is empty. `served`: the number of the last slot that it was given out of the queue."""
+    """Whose turns run or wait. Those that wait stand in lines, as they came, none of which is empty: `bound` by the
+    target that they want, `free` by what they may choose from. `served`: the number of the last slot that it was given
+    out of the queue."""
 
-    __slots__ = ("lines", "running", "served", "waiting")
+    __slots__ = ("bound", "free", "running", "served", "waiting")
 
     def __init__(self) -> None:
         self.running = self.waiting = self.served = 0
-        self.lines: dict[Target | None, list[Waiter]] = {}
+        self.bound: dict[Target, list[Waiter]] = {}
+        self.free: dict[Choice, list[Waiter]] = {}
 
     def add(self, waiter: Waiter) -> None:
-        line = self.lines.setdefault(waiter.target, [])
+        if waiter.target is None:
+            line = self.free.setdefault(waiter.choice, [])
+        else:
+            line = self.bound.setdefault(waiter.target, [])
         line.insert(bisect_right(line, waiter.began, key=_began), waiter)
         self.waiting += 1
 
     def remove(self, waiter: Waiter) -> None:
-        line = self.lines[waiter.target]
-        line.remove(waiter)
-        if not line:
-            del self.lines[waiter.target]
+        if waiter.target is None:
+            _remove(self.free, waiter.choice, waiter)
+        else:
+            _remove(self.bound, waiter.target, waiter)
         self.waiting -= 1
 
     @property
+    def lines(self) -> list[list[Waiter]]:
+        return [*self.bound.values(), *self.free.values()]
+
+    @property
     def youngest(self) -> Waiter:
-        return max((line[-1] for line in self.lines.values()), key=_began)
+        return max((line[-1] for line in self.lines), key=_began)
 
 
 class Capacity:
@@ -123,10 +151,13 @@ class Capacity:
         metrics: Metrics,
         bounds: Bounds,
         *,
+        serving: Callable[[str], frozenset[str] | None] = lambda model: None,
         loop: asyncio.AbstractEventLoop,
         rng: random.Random,
     ) -> None:
+        """`serving`: as `Catalog.serving`."""
         self._fleet, self._policy, self._metrics, self._bounds = fleet, policy, metrics, bounds
+        self._serving = serving
         self._loop, self._rng = loop, rng
         self._tenants: dict[bytes, _Tenant] = {}
         """All that ever had a turn: their names are the operator's, so those are few."""
@@ -150,7 +181,7 @@ class Capacity:
 
     def take(self, tenant: bytes, target: Target) -> Slot | None:
         """A slot at `target` now; None where there is none: then `wait`."""
-        if target.limit and target.in_flight >= target.limit:
+        if not _has_room(target):
             return None
         known = self._tenant(tenant)
         return self._slot(known, target) if self._has_room(known) else None
@@ -160,16 +191,16 @@ class Capacity:
         tenant: bytes,
         target: Target | None,
         *,
-        lost: frozenset[str] = frozenset(),
+        choice: Choice = ANYTHING,
         began: float,
         until: float,
         stays: bool = False,
     ) -> Waiter:
-        """Be in the queue for a slot at `target`, or, where that is None, at any that is not of a worker in `lost`.
-        `began`: when the turn did, which is its place among its tenant's; `until`: when it is refused, in the loop's
-        time. `stays`: also when the target's worker is lost. Raises Full."""
+        """Be in the queue for a slot at `target`, or, where that is None, at any of the `choice`. `began`: when the
+        turn did, which is its place among its tenant's; `until`: when it is refused, in the loop's time. `stays`: also
+        when the target's worker is lost. Raises Full."""
         known = self._tenant(tenant)
-        waiter = Waiter(known, target, lost, began, self._loop.time(), stays)
+        waiter = Waiter(known, target, choice, began, self._loop.time(), stays)
         if self._closed:
             raise self._refusal(waiter, "shutdown")
         known.add(waiter)
@@ -198,7 +229,7 @@ class Capacity:
         """Refuse all that wait, and whoever would from now on: the router is being stopped."""
         self._closed = True
         for tenant in list(self._queue):
-            for waiter in [each for line in tenant.lines.values() for each in line]:
+            for waiter in [each for line in tenant.lines for each in line]:
                 self._refuse(waiter, "shutdown")
 
     # -- slots
@@ -233,40 +264,69 @@ class Capacity:
 
     # -- the queue
 
-    def _fill(self, target: Target, *, to_all: bool | None = None) -> None:
-        """Give the room at `target` to those that may have it. `to_all`: whether turns that are free to choose may
-        come there; None: if its worker is up."""
-        if to_all is None:
-            worker = target.worker
-            to_all = worker.available and worker.health.state is State.UP
-        while not target.limit or target.in_flight < target.limit:
-            free = to_all and not target.full
+    def _fill(self, target: Target) -> None:
+        """Give the room at `target` to those that may have it."""
+        worker = target.worker
+        if not worker.available or worker.health.state is not State.UP:  # who may choose it depends on the others
+            self._fill_all()
+            return
+        serves: dict[Choice, bool] = {}
+        for tenant in self._queue:
+            for choice in tenant.free:
+                if choice not in serves:
+                    serves[choice] = self._may(choice, worker.name)
+        while _has_room(target):
             best: Waiter | None = None
             for tenant in self._queue:
                 if (best is None or tenant.served < best.tenant.served) and self._has_room(tenant):
-                    best = _first(tenant, target, free) or best
+                    best = _first(tenant, target, serves) or best
             if best is None:
                 return
             self._grant(best, target)
 
+    def _fill_all(self) -> None:
+        """Give out what room there is, anywhere."""
+        granted = True
+        while granted:
+            looked: dict[Choice, bool] = {}
+            tenants = sorted(self._queue, key=_served)
+            granted = any(self._fill_one(tenant, looked) for tenant in tenants if self._has_room(tenant))
+
     def _fill_any(self, tenant: _Tenant) -> None:
         """Give the tenant's turns what room there is, anywhere."""
-        while tenant.waiting and self._has_room(tenant):
-            found: tuple[Waiter, Target] | None = None
-            for wanted, line in tenant.lines.items():
-                first = line[0]
-                if found is not None and found[0].began <= first.began:
-                    continue
-                target = self._anywhere(first.lost) if wanted is None else wanted
-                if target is not None and (not target.limit or target.in_flight < target.limit):
-                    found = first, target
-            if found is None:
-                return
-            self._grant(*found)
+        while tenant.waiting and self._has_room(tenant) and self._fill_one(tenant, {}):
+            pass
 
-    def _anywhere(self, lost: frozenset[str]) -> Target | None:
-        candidates = [target for target in self._fleet.candidates(lost) if not target.full]
-        return self._policy(candidates) if candidates else None
+    def _fill_one(self, tenant: _Tenant, looked: dict[Choice, bool]) -> bool:
+        """Give the first of the tenant's turns for which there is room its slot. Returns whether there was one.
+        `looked`: what has room; all that is known of it already, and what is found out."""
+        first: Waiter | None = None
+        for wanted, line in tenant.bound.items():
+            if _has_room(wanted) and (first is None or line[0].began < first.began):
+                first = line[0]
+        for choice, line in tenant.free.items():
+            if first is None or line[0].began < first.began:
+                if choice not in looked:
+                    looked[choice] = bool(self._rooms(choice))
+                if looked[choice]:
+                    first = line[0]
+        if first is None:
+            return False
+        # The rooms again: the fleet must know what was chosen from last (`Fleet.note_placed`).
+        self._grant(first, first.target or self._policy(self._rooms(first.choice)))
+        return True
+
+    def _among(self, choice: Choice) -> frozenset[str] | None:
+        """The names of the workers that serve its model now; None: all."""
+        serving = None if choice.model is None else self._serving(choice.model)
+        return choice.among if serving is not None and not serving else serving
+
+    def _may(self, choice: Choice, worker: str) -> bool:
+        among = self._among(choice)
+        return worker not in choice.lost and (among is None or worker in among)
+
+    def _rooms(self, choice: Choice) -> list[Target]:
+        return [target for target in self._fleet.candidates(choice.lost, self._among(choice)) if not target.full]
 
     def _grant(self, waiter: Waiter, target: Target) -> None:
         self._given += 1
@@ -300,17 +360,14 @@ class Capacity:
     def _look(self) -> None:
         """At what nobody tells: workers that are lost, or there again, and claims that were not made after all."""
         self._looking = self._loop.call_later(_LOOK_EVERY, self._look)
-        wanted = {target for tenant in self._queue for target in tenant.lines}
-        for target in wanted:
-            if target is not None and _is_lost(target) and self._fleet.has_other(frozenset({target.worker.name})):
-                for tenant in list(self._queue):
-                    for waiter in [each for each in tenant.lines.get(target, ()) if not each.stays]:
-                        self._let_out(waiter)
-        for target in self._fleet.candidates() if None in wanted else ():
-            self._fill(target, to_all=True)
-        for target in wanted:
-            if target is not None:
-                self._fill(target, to_all=False)
+        for tenant in list(self._queue):
+            lost = [target for target in tenant.bound if _is_lost(target)]
+            for waiter in [each for target in lost for each in tenant.bound[target] if not each.stays]:
+                assert waiter.target is not None
+                name = waiter.target.worker.name
+                if self._fleet.has_other(frozenset({name}), self._among(waiter.choice)):
+                    self._let_out(waiter)
+        self._fill_all()
 
     # -- what the client is told
 
@@ -329,7 +386,8 @@ class Capacity:
         else:
             code = "fleet_full"
             limit = "fleet"
-            says = "every worker has as many turns as it may have"
+            whose = "" if self._among(waiter.choice) is None else " that serves this turn's model"
+            says = f"every worker{whose} has as many turns as it may have"
             ahead, slots = self.waiting, self.running
         says += {
             "timeout": f"; it waited {self._loop.time() - waiter.entered:.1f} s",
@@ -346,15 +404,28 @@ def _began(waiter: Waiter) -> float:
     return waiter.began
 
 
-def _first(tenant: _Tenant, target: Target, free: bool) -> Waiter | None:
-    """The first of the tenant's turns that may go to `target`; `free`: also those that may go anywhere."""
-    bound = tenant.lines.get(target)
+def _served(tenant: _Tenant) -> int:
+    return tenant.served
+
+
+def _has_room(target: Target) -> bool:
+    return not target.limit or target.in_flight < target.limit
+
+
+def _remove(lines: dict[K, list[Waiter]], key: K, waiter: Waiter) -> None:
+    lines[key].remove(waiter)
+    if not lines[key]:
+        del lines[key]
+
+
+def _first(tenant: _Tenant, target: Target, serves: dict[Choice, bool]) -> Waiter | None:
+    """The first of the tenant's turns that may go to `target`, which `serves` these choices or does not."""
+    bound = tenant.bound.get(target)
     best = bound[0] if bound else None
-    if free:
-        name = target.worker.name
-        other = next((each for each in tenant.lines.get(None, ()) if name not in each.lost), None)
-        if other is not None and (best is None or other.began < best.began):
-            best = other
+    if not target.full:
+        for choice, line in tenant.free.items():
+            if serves[choice] and (best is None or line[0].began < best.began):
+                best = line[0]
     return best
 
 

@@ -1,17 +1,17 @@
-"""What the workers serve, by their own word."""
+"""Asking the workers for the lists of what they serve. What is remembered of them is in `catalog`."""
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import httpx
 import msgspec
 
 from app.errors import TurnError
 from app.fleet.asking import Answered, Asked, ask, asking_client
-from app.fleet.workers import Fleet, Worker
+from app.fleet.workers import Fleet, Tls, Worker
 from app.http.headers import Header, header
 
 _WITHIN = 1.5
@@ -35,29 +35,45 @@ _read_list = msgspec.json.Decoder(_List).decode
 _read_entry = msgspec.json.Decoder(_Entry).decode
 
 
+_NO_ANSWER = TurnError("worker_unreachable", "no worker answered with its models")
+
+
 class Listed(msgspec.Struct, frozen=True):
     """What the workers that were asked said: `models`, id → entry, each id once in the workers' order."""
 
     models: dict[str, msgspec.Raw]
     lists: int
     """How many of them gave one."""
-    refusal: tuple[Worker, Answered] | None
+    refusal: tuple[Worker, Answered] | None = None
     """Of those that answered with an error; one that blames the request, if there is any."""
-    failure: TurnError
+    failure: TurnError = _NO_ANSWER
     """Why there is nothing, if there is neither."""
 
 
 class ModelLists:
     """Asks for the lists, and remembers who was late."""
 
-    def __init__(self, fleet: Fleet, tls: ssl.SSLContext, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: Fleet, tls: Tls, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`tls` is for https workers."""
         self._fleet, self._tls, self._clock = fleet, tls, clock
         self._late_until: dict[str, float] = {}
 
-    async def ask(self, headers: list[Header]) -> Listed:
-        """Ask all workers at once, with `headers`. Raises TurnError `no_worker`."""
-        workers, now = list(self._fleet), self._clock()
+    def client(self) -> httpx.AsyncClient:
+        """For `read`; the caller closes it."""
+        return asking_client(self._tls)
+
+    async def read(self, client: httpx.AsyncClient, worker: Worker, headers: list[Header]) -> dict[str, msgspec.Raw]:
+        """One worker's list: id → entry. Raises TurnError: `invalid_api_key` when it wants another key than `headers`
+        have."""
+        asked = Asked(b"/v1/models", headers)
+        answer = await ask(client, worker, asked, seconds=_WITHIN, size=_LIST_BYTES)
+        if answer.status in (401, 403):
+            raise TurnError("invalid_api_key", f"the worker refuses its list to the router ({answer.status})")
+        return await _read(answer)
+
+    async def ask(self, headers: list[Header], among: Iterable[Worker] | None = None) -> Listed:
+        """Ask all workers, or those `among` them, at once, with `headers`. Raises TurnError `no_worker`."""
+        workers, now = list(self._fleet if among is None else among), self._clock()
         if not workers:
             raise TurnError("no_worker", "no worker is configured; start the router with --worker URL")
         # When all were late, asking beats refusing.
@@ -97,8 +113,7 @@ class ModelLists:
                     for name, entry in found.items():
                         models.setdefault(name, entry)
         refusal = next((each for each in refusals if each[1].status < 500), refusals[0] if refusals else None)
-        failure = failures[0] if failures else TurnError("worker_unreachable", "no worker answered with its models")
-        return Listed(models, lists, refusal, failure)
+        return Listed(models, lists, refusal, failures[0] if failures else _NO_ANSWER)
 
 
 async def _read(answer: Answered) -> dict[str, msgspec.Raw]:

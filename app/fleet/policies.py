@@ -48,3 +48,8 @@ def rendezvous(key: str, candidates: Sequence[Target]) -> Target:
         return hashlib.blake2b(place.encode(), digest_size=8, person=b"coatcheck-hrw1").digest()
 
     return max(candidates, key=weight)
+
+
+def rank_by_hash(key: str, name: str) -> bytes:
+    """Orders names for a key: replicas that choose among the same ones choose alike, and differently for each key."""
+    return hashlib.blake2b(f"{key} {name}".encode(), digest_size=8, person=b"coatcheck-hrw1").digest()

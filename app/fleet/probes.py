@@ -74,6 +74,12 @@ class Prober:
             firsts = [each.first for each in self._asked.values()]
             await asyncio.wait(firsts, timeout=patience)
 
+    def follow(self, how: Probing) -> None:
+        """Ask so from now on."""
+        self._how = how
+        for asked in self._asked.values():
+            asked.follow(how)
+
     def stop(self) -> None:
         """Ends what is on its way, too."""
         if self._timer is not None:
@@ -142,6 +148,10 @@ class _Asked:
         else:
             self._away = min(self._away + 1, len(_AWAY_PAUSES) - 1)
             self._run(self._try_to_connect())
+
+    def follow(self, how: Probing) -> None:
+        """From the next one on; whether it is asked at all stays as it was."""
+        self._how = how
 
     def stop(self) -> None:
         if self._driven is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import logging
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
+import msgspec
+
 from app.fleet.health import Cause, Change, Health, State, Tolerance
 from app.http.headers import Header, Origin
 from app.http.names import Names
@@ -19,8 +22,18 @@ from app.metrics import WorkerCells
 
 log = logging.getLogger("coatcheck.fleet")
 
+_LEARNT_WITHIN = 2.0
+"""Seconds in which a worker that another replica knows is waited for."""
+_STRANGE_FOR = 30.0
+"""Seconds in which a name that was waited for in vain is not waited for again."""
+_STRANGERS = 10_000
+
 Mark = Literal["none", "cordoned", "draining"]
 """What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
+
+
+Tls = Callable[[], ssl.SSLContext]
+"""Gives what https workers are spoken to with."""
 
 
 class WorkerError(ValueError):
@@ -30,8 +43,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("authority", "base_path", "burden", "cells", "health", "host_line", "known", "mark", "name", "origin",
-                 "pool", "targets", "url")  # fmt: skip
+    __slots__ = ("authority", "base_path", "burden", "cells", "health", "host_line", "known", "leaving", "mark", "name",
+                 "origin", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -60,6 +73,10 @@ class Worker:
         self.known = True
         """False once the worker has left the fleet; its running turns go on."""
         self.mark: Mark = "none"
+        self.leaving = False
+        """Nobody names it any more; it is gone when that lasts."""
+        self.spec: WorkerSpec | None = None
+        """As whoever named it describes it."""
         self.health = Health(tolerance or Tolerance(), joins=joins, clock=clock)
         self.burden = 0.0
         """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
@@ -68,15 +85,16 @@ class Worker:
     @property
     def available(self) -> bool:
         """May be given a new session."""
-        return self.known and self.mark == "none" and self.health.state in (State.UP, State.SUSPECT)
+        sound = self.health.state in (State.UP, State.SUSPECT)
+        return self.known and self.mark == "none" and not self.leaving and sound
 
     @property
     def state(self) -> str:
         """In one word: gone, what was decided, or how it is. Whoever is down is down whatever was decided."""
         if not self.known:
             return "gone"
-        decided = self.mark != "none" and self.health.state is not State.DOWN
-        return self.mark if decided else self.health.state.value
+        decided = "leaving" if self.leaving and self.mark == "none" else self.mark
+        return decided if decided != "none" and self.health.state is not State.DOWN else self.health.state.value
 
     @property
     def in_flight(self) -> int:
@@ -136,12 +154,20 @@ class Target:
 
 
 class Fleet:
-    """The workers this replica may use, by name."""
+    """The workers this replica may use, by name. They come and go while turns run."""
 
     def __init__(self, workers: Iterable[Worker], *, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` must be the workers'. Raises WorkerError when two workers have one name."""
-        self._workers: dict[str, Worker] = {}
         self._clock = clock
+        self._workers: dict[str, Worker] = {}
+        self._awaited: dict[str, asyncio.Event] = {}
+        """Names that are waited for."""
+        self._strangers: dict[str, float] = {}
+        """Names that are not waited for, each until when; the oldest first."""
+        self._limited = 0
+        """How many of them have limits."""
+        self.look: Callable[[], None] | None = None
+        """Has the sources of workers asked at once; None: the fleet is what it is."""
         for worker in workers:
             other = self._workers.get(worker.name)
             if other is not None:
@@ -149,10 +175,8 @@ class Fleet:
                     f"two workers are called {worker.name!r}: {other.url} and {worker.url}; "
                     "give one another name (--worker URL,name=...)"
                 )
-            self._workers[worker.name] = worker
-            self._look_after(worker)
+            self._welcome(worker)
         self._placements = 0
-        self._limited = any(target.limit for worker in self for target in worker.targets)
         self._trial: Worker | None = None
         """The one among the last candidates that was there to be tried."""
 
@@ -194,20 +218,74 @@ class Fleet:
                 return target
         return None
 
+    def put(self, worker: Worker) -> None:
+        """It is of the fleet from now on, in place of one of the same name."""
+        self._dismiss(self._workers.get(worker.name))
+        self._welcome(worker)
+        self._strangers.pop(worker.name, None)
+        if worker.name in self._awaited:
+            self._awaited.pop(worker.name).set()
+
+    def remove(self, name: str) -> None:
+        """It is gone: its running turns go on, its sessions move with their next turn."""
+        self._dismiss(self._workers.pop(name, None))
+        self._note_strange(name, float("inf"))
+
+    def _welcome(self, worker: Worker) -> None:
+        self._workers[worker.name] = worker
+        self._limited += worker.limit > 0
+        self._look_after(worker)
+
+    def _dismiss(self, worker: Worker | None) -> None:
+        if worker is not None:
+            self._limited -= worker.limit > 0
+            worker.known = False
+            worker.pool.close()
+
+    async def learn(self, name: str) -> bool:
+        """Wait a moment for a worker that a claim names and nobody here has heard of: another replica may know it
+        first. Returns whether it is here now. One that is known to be gone is not waited for."""
+        if self.look is None or self._clock() < self._strangers.get(name, 0.0):
+            return name in self._workers
+        came = self._awaited.setdefault(name, asyncio.Event())
+        self.look()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEARNT_WITHIN):
+                await came.wait()
+        if name not in self._workers:
+            self._awaited.pop(name, None)
+            self._note_strange(name, self._clock() + _STRANGE_FOR)
+        return name in self._workers
+
+    def _note_strange(self, name: str, until: float) -> None:
+        self._strangers.pop(name, None)
+        self._strangers[name] = until
+        if len(self._strangers) > _STRANGERS:
+            del self._strangers[next(iter(self._strangers))]
+
     def candidates(
-        self, excluded: frozenset[str] = frozenset(), *, trials: bool = True, with_full: bool = False
+        self,
+        excluded: frozenset[str] = frozenset(),
+        among: frozenset[str] | None = None,
+        *,
+        trials: bool = True,
+        with_full: bool = False,
     ) -> list[Target]:
-        """The targets that may serve a new session, or a turn without one: those of workers that are up; of suspected
-        ones too when most are; of one that is due to be tried (`trials`), which has the least load of all. When nobody
-        is up or suspected, all that are not cordoned or gone: trying beats refusing. Those that are full only when all
-        are, or when asked `with_full` ones. A policy picks by `load`."""
+        """The targets that may serve a new session, or a turn without one, of the workers named in `among` (None: of
+        all): those of workers that are up; of suspected ones too when most are; of one that is due to be tried
+        (`trials`), which has the least load of all. When nobody is up or suspected, all that are not cordoned or gone:
+        trying beats refusing. Those that are full only when all are, or when asked `with_full` ones. A policy picks by
+        `load`."""
         up: list[Worker] = []
         suspected: list[Worker] = []
         others: list[Worker] = []
         for worker in self._workers.values():
+            if among is not None and worker.name not in among:
+                continue
             if worker.known and worker.mark == "none" and worker.name not in excluded:
                 state = worker.health.state
-                (up if state is State.UP else suspected if state is State.SUSPECT else others).append(worker)
+                sound = up if state is State.UP else suspected if state is State.SUSPECT else others
+                (others if worker.leaving else sound).append(worker)
         now = self._clock()
         self._trial = None
         chosen = up
@@ -228,9 +306,13 @@ class Fleet:
             return targets
         return [target for target in targets if not target.full] or targets
 
-    def has_other(self, lost: frozenset[str]) -> bool:
-        """Whether there is a worker beside those in `lost` that is known to be there."""
-        return any(worker.available for worker in self._workers.values() if worker.name not in lost)
+    def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None) -> bool:
+        """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there."""
+        return any(
+            worker.available
+            for worker in self._workers.values()
+            if worker.name not in lost and (among is None or worker.name in among)
+        )
 
     def note_placed(self, target: Target) -> None:
         """It is given something that could have gone elsewhere; equals take turns by that."""
@@ -284,29 +366,64 @@ def normal_url(url: str) -> str:
     return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}{path}"
 
 
-class WorkerSpec:
-    """One `--worker URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker as whoever names it describes it."""
 
-    __slots__ = ("name", "ranks", "url")
+    name: str
+    url: str
+    """In the one spelling (`normal_url`)."""
+    ranks: int = 0
+    """Data-parallel ranks; 0: ranks mean nothing to it."""
+    tls_name: str = ""
+    """Whose certificate an https worker shows; empty: that of the URL's host."""
+    models: tuple[str, ...] = ()
+    """What it says it serves."""
+    labels: dict[str, str] = {}
+    incarnation: str = ""
+    """Changes when its cache is lost; empty: not said."""
+    draining: bool = False
+    """It asks for no new sessions."""
+    until: float = 0.0
+    """When it is draining: when its sessions move, in Unix seconds; 0: not said."""
 
-    def __init__(self, text: str) -> None:
-        url, *options = text.split(",")
-        self.url = normal_url(url)
-        self.name = worker_name(self.url)
-        self.ranks = 0
-        for option in options:
-            key, equals, value = (part.strip() for part in option.partition("="))
-            if key == "name" and equals:
-                if not value or len(value) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in value):
-                    raise WorkerError(f"worker {text!r}: a name is 1 to 64 visible ASCII characters without spaces")
-                self.name = value
-            elif key == "dp" and equals:
-                if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= 1024:
-                    raise WorkerError(f"worker {text!r}: dp is its number of data-parallel ranks, 1 to 1024")
-                self.ranks = int(value)
-            else:
-                known = "write URL[,name=NAME][,dp=RANKS]"
-                raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
+    def is_another(self, other: WorkerSpec) -> bool:
+        """What was known of the other one is not true of it: it is elsewhere, or its cache is lost."""
+        mine, others = ((each.url, each.ranks, each.tls_name) for each in (self, other))
+        return mine != others or self.is_colder(other)
+
+    def is_colder(self, other: WorkerSpec) -> bool:
+        return bool(self.incarnation and other.incarnation and self.incarnation != other.incarnation)
+
+
+def checked_name(name: str) -> str:
+    """Raises WorkerError."""
+    if not name or len(name) > 64 or not all(0x21 <= ord(c) <= 0x7E for c in name):
+        raise WorkerError(f"worker {name!r}: a name is 1 to 64 visible ASCII characters without spaces")
+    return name
+
+
+def checked_ranks(ranks: int) -> int:
+    """Raises WorkerError."""
+    if not 1 <= ranks <= 1024:
+        raise WorkerError("dp is its number of data-parallel ranks, 1 to 1024")
+    return ranks
+
+
+def worker_spec(text: str) -> WorkerSpec:
+    """Of one `URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+    written, *options = text.split(",")
+    url = normal_url(written)
+    name, ranks = worker_name(url), 0
+    for option in options:
+        key, equals, value = (part.strip() for part in option.partition("="))
+        if key == "name" and equals:
+            name = checked_name(value)
+        elif key == "dp" and equals:
+            ranks = checked_ranks(int(value) if value.isascii() and value.isdigit() else 0)
+        else:
+            known = "write URL[,name=NAME][,dp=RANKS]"
+            raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
+    return WorkerSpec(name=name, url=url, ranks=ranks)
 
 
 def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
@@ -315,7 +432,7 @@ def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
     names: dict[str, str] = {}
     urls: dict[str, str] = {}
     for text in texts:
-        spec = WorkerSpec(text)
+        spec = worker_spec(text)
         if spec.url in urls:
             raise WorkerError(f"{urls[spec.url]} and {text} are the same worker; remove one")
         if spec.name in names:
@@ -333,7 +450,8 @@ def make_worker(
     *,
     name: str | None = None,
     ranks: int = 0,
-    tls: ssl.SSLContext | None = None,
+    tls: Tls | None = None,
+    tls_name: str = "",
     connect_limit: float,
     idle_limit: float,
     names: Names | None = None,
@@ -342,8 +460,9 @@ def make_worker(
     max_turns: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
-    """A worker from its URL. `tls` is used for https URLs; limits in seconds; `names`: the fleet's; `joins`: it comes
-    to a fleet that runs already; `max_turns`: as for Worker. Raises WorkerError."""
+    """A worker from its URL. `tls` is used for https URLs, `tls_name` for its certificate where that is not of the
+    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already; `max_turns`: as
+    for Worker. Raises WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -351,7 +470,8 @@ def make_worker(
     pool = Pool(
         parts.hostname,
         parts.port,
-        tls=tls if parts.scheme == "https" else None,
+        tls=tls() if tls is not None and parts.scheme == "https" else None,
+        server_name=tls_name or None,
         connect_limit=connect_limit,
         idle_limit=idle_limit,
         names=names,

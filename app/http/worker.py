@@ -408,7 +408,7 @@ class Pool:
         self._names = names or Names()
         self._server_name = server_name
         self._is_name = not tcp.is_numeric(host)
-        self._connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
+        self.connect_limit, self._idle_limit, self._max_idle = connect_limit, idle_limit, max_idle
         self._idle: deque[WorkerConnection] = deque()
         self._all: set[WorkerConnection] = set()
         self._reaper: asyncio.TimerHandle | None = None
@@ -444,12 +444,12 @@ class Pool:
         """A new connection. Raises ConnectFailed or LocalLimit."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self._connect_limit):
+            async with asyncio.timeout(self.connect_limit):
                 connection = await self._open(loop)
         except TimeoutError as error:
             if self._is_name and not self._names.knows(self._host):
                 raise NameUnknown(f"the name {self._host} was not answered") from error
-            raise ConnectFailed(f"no connection within {self._connect_limit:g} s") from error
+            raise ConnectFailed(f"no connection within {self.connect_limit:g} s") from error
         except NoAddress as error:
             raise NameUnknown(str(error)) from error
         except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors

@@ -1,7 +1,7 @@
 """Sessions and their targets, agreed with every other replica through the claim store.
 
 A turn gets a `Binding`, its hold on its session. The hot path, `Binding.bind_cached`, makes no I/O: it uses a proven
-entry (`entries.py`) as it is. Otherwise the claim is read, made or replaced (`_Resolver`), and only when the store
+entry (`entries.py`) as it is. Otherwise the claim is read, made or replaced (`resolver.py`), and only when the store
 cannot answer is an unproven entry used. That is done once for all turns that ask meanwhile: they wait together, may
 each leave at any time, and when it fails the next one tries by itself.
 """
@@ -13,55 +13,32 @@ import contextlib
 import functools
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
-import msgspec
-
 from app.errors import TurnError
-from app.fleet.capacity import Full
-from app.fleet.policies import Policy, least_loaded, rendezvous
+from app.fleet.naming import Naming
+from app.fleet.policies import Policy
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
-from app.sessions.entries import Entries, Entry, Snapshot, View
-from app.sessions.upkeep import Claims, Closer, Renewer, StoreState, Tasks, at_once, watch
-from backends.base import Claim, ClaimStore, StoreError
+from app.sessions.claims import Claims, StoreState, Tasks
+from app.sessions.desk import Desk
+from app.sessions.endings import EndingFiles
+from app.sessions.entries import Entries, Entry, View
+from app.sessions.peers import Ask, Peers
+from app.sessions.resolver import ANYWHERE, WHERE_KEPT, Placement, Resolver
+from app.sessions.upkeep import Closer, Renewer, at_once, watch
+from backends.base import Claim, ClaimStore, ClaimUnreadable, StoreError
 from backends.singleflight import SingleFlight
 
 log = logging.getLogger("coatcheck.affinity")
 
 _REBINDS_PER_TURN = 3
-_MOVES = 6
-_MOVES_WINDOW = 30.0
-"""A session is moved at most so often within so many seconds by one replica: two that see the fleet differently must
-not fight over it."""
-_MOVES_REMEMBERED = 10_000
-_KEEP_TRIES = 3
 _KEPT_STATUSES = frozenset({408, 409, 425, 429})
 """With 5xx: the client will try the turn again, so a final turn that was answered so keeps its claim."""
 
 Resolution = Callable[[], Coroutine[Any, Any, tuple[Entry, str]]]
 """Makes a session's entry, and says how it came to it."""
-
-
-class Placement(msgspec.Struct, frozen=True):
-    """Where a turn would have its session, should no claim stand."""
-
-    candidates: tuple[Target, ...] = ()
-    """What the client's hint names; empty: no hint."""
-    parent: str | None = None
-    """The key of the session whose prefix this one shares."""
-    refusal: TurnError | None = None
-    """Only a claim that stands will do, else this is raised."""
-    slot: Target | None = None
-    """Where the turn holds a slot already: there it goes, if it is free to choose."""
-    kept: bool = False
-    """It is no session but something that a worker keeps, which nobody can move."""
-
-
-ANYWHERE = Placement()
-_WHERE_KEPT = Placement(kept=True)
 
 
 class Binding:
@@ -125,7 +102,7 @@ class Binding:
             if current.target.worker.name not in lost:
                 self._move(current)  # another turn has moved it
             else:
-                move = functools.partial(affinity._resolver.move, self._key, current.claim, lost, placement)
+                move = functools.partial(affinity._resolver.move, self._key, current.claim, lost, placement, current)
                 await affinity._agreed(self._key, move, self._move)
             if self._over or self.target.worker.name not in lost:
                 break
@@ -158,8 +135,14 @@ class Binding:
         entry, self._entry = self._entry, None
         if entry is not None:
             self._affinity._entries.leave(entry)
-            if entry.closing and not entry.active:
-                self._affinity._closer.begin(entry)
+            if not entry.active:
+                self._last_out(entry)
+
+    def _last_out(self, entry: Entry) -> None:
+        if entry.closing:
+            self._affinity._closer.begin(entry)
+        elif entry.trial:
+            self._affinity._closer.drop(entry)
 
     @property
     def own(self) -> bool:
@@ -168,13 +151,31 @@ class Binding:
 
     def answered(self, status: int) -> None:
         """The worker has begun to answer."""
-        if self._final and self._entry is not None and _ends(status):
-            self._entry.closing = True
+        entry = self._entry
+        if entry is not None and (self._final or entry.trial) and ends(status):
+            entry.trial = False
+            entry.closing = entry.closing or self._final
+
+    def settle(self) -> Entry:
+        """What it is bound to, for a turn elsewhere: it stays, though none here is answered."""
+        assert self._entry is not None
+        self._entry.trial = False
+        return self._entry
 
     def end(self) -> None:
         """End the session with its last turn here."""
         if self._entry is not None:
             self._entry.closing = True
+
+    @property
+    def worker_name(self) -> str:
+        """Of the worker where the session is known to be; empty: it is not bound."""
+        return "" if self._entry is None else self._entry.target.worker.name
+
+    @property
+    def ending(self) -> bool:
+        """The session ends with its last turn here."""
+        return self._entry is not None and self._entry.closing
 
     @property
     def holds_end(self) -> bool:
@@ -191,7 +192,7 @@ class Binding:
     async def refused(self, status: int) -> None:
         """The turn is answered with an error of our own. A final turn that is refused for good ends its session all
         the same: the client will not send it again."""
-        if _ends(status):
+        if ends(status):
             await self.left()
             await self.close()
 
@@ -200,202 +201,20 @@ class Binding:
         if self._final and self._entry is not None:
             self._entry.closing = True  # closed when this turn is released
         elif self._final:
-            with contextlib.suppress(TurnError):  # the store is away; the claim ends by its TTL
-                await self._affinity.end(self._key)
+            await self._affinity.end(self._key)
 
     def release(self) -> None:
-        """The turn is over. Idempotent. The last one out closes the claim in the background when that is due; what a
-        `bind` brings that is still on its way is not held any more."""
+        """The turn is over. Idempotent. The last one out closes the claim in the background when that is due, or when
+        no turn was answered since it was made; what a `bind` brings that is still on its way is not held any more."""
         self._over = True
         entry, self._entry = self._entry, None
         if entry is not None:
             affinity = self._affinity
             affinity._entries.leave(entry)
-            if entry.closing and not entry.active:
-                affinity._closer.begin(entry)
+            if (entry.closing or entry.trial) and not entry.active:
+                self._last_out(entry)
             elif affinity._clock() >= entry.renew_at:
                 affinity._renewer.soon(entry)
-
-
-class _Resolver:
-    """Decides where a session is: reads its claim, makes one, or replaces one. One at a time for each session."""
-
-    def __init__(
-        self,
-        entries: Entries,
-        claims: Claims,
-        closer: Closer,
-        fleet: Fleet,
-        policy: Policy,
-        metrics: Metrics,
-        *,
-        refuse: bool,
-        parent_slack: int,
-    ) -> None:
-        self._entries, self._claims, self._closer = entries, claims, closer
-        self._fleet, self._policy, self._metrics = fleet, policy, metrics
-        self._refuse, self._parent_slack = refuse, parent_slack
-        self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
-        """When sessions were moved lately, the longest unmoved first."""
-
-    async def resolve(self, key: str, placement: Placement) -> tuple[Entry, str]:
-        """The session's entry, and how it came to it. Raises TurnError."""
-        claims = self._claims
-        known = self._entries.find(key)
-        if claims.state is StoreState.UP:
-            await self._closer.wait(key)
-        if claims.state is StoreState.AWAY:
-            return self._without_store(key, known, placement)
-        snapshot = self._entries.snapshot(key)
-        try:
-            claimed = known is not None and known.claim is not None
-            if claimed or placement.refusal is not None or claims.state is StoreState.READ_ONLY:
-                claim = await claims.get(key)
-                if claim is not None:
-                    return await self._adopt(claim, "stored", placement, snapshot)
-                if claimed:
-                    if self._entries.find(key) is known:
-                        self._entries.forget(key)
-                    known = None
-                if claims.state is StoreState.READ_ONLY:
-                    return self._without_store(key, known, placement)
-            if known is not None:
-                target = known.target
-            elif placement.refusal is not None:
-                raise placement.refusal
-            else:
-                target = await self._place(placement)
-            with target.reserve():
-                outcome = await claims.create(key, target, 0, kept=placement.kept)
-            return await self._adopt(outcome.claim, "created" if outcome.created else "stored", placement, snapshot)
-        except StoreError:
-            return self._without_store(key, known, placement)
-
-    async def keep(self, key: str, target: Target) -> tuple[Entry, str]:
-        """Have what `target` has just made claimed there: a claim that says another target is of something that is no
-        more. Known here in any case, and claimed when the store is back. `how`: created or degraded."""
-        claims, entries = self._claims, self._entries
-        known = entries.find(key)
-        if known is None or known.target is not target:
-            known = Entry(key, target)
-            known.kept = True
-            entries.install(known)
-        if claims.state is StoreState.UP:
-            with contextlib.suppress(StoreError):
-                for generation in range(_KEEP_TRIES):
-                    snapshot = entries.snapshot(key)
-                    claim = (await claims.create(key, target, generation, kept=True)).claim
-                    if (claim.value.worker, claim.value.rank) == (target.worker.name, target.rank):
-                        return entries.note(claim, target, snapshot, kept=True), "created"
-                    await claims.close(claim)
-        return known, "degraded"
-
-    async def move(
-        self, key: str, claim: Claim | None, lost: frozenset[str], placement: Placement
-    ) -> tuple[Entry, str]:
-        """Close the observed claim and make one away from the lost workers; whoever is first decides where."""
-        candidates = tuple(target for target in placement.candidates if target.worker.name not in lost)
-        elsewhere = Placement(candidates, slot=placement.slot)
-        if self._claims.state is not StoreState.UP:
-            return self._without_store(key, None, elsewhere, lost)
-        # One turn that finds several workers lost, one after the other, is one move.
-        if len(lost) <= 1 and not self._may_move(key):
-            raise TurnError(
-                "no_worker", f"the session was moved {_MOVES} times within {_MOVES_WINDOW:g} s; it is left for a while"
-            )
-        snapshot = self._entries.snapshot(key)
-        try:
-            # Before the claim is closed: where nothing can be chosen, it stays.
-            target = await self._place(elsewhere, lost)
-            with target.reserve():
-                if claim is not None:
-                    await self._claims.close(claim)
-                generation = 0 if claim is None else claim.value.generation + 1
-                outcome = await self._claims.create(key, target, generation)
-            there = self._fleet.find(outcome.claim.value.worker, outcome.claim.value.rank)
-            if there is not None:
-                return self._entries.note(outcome.claim, there, snapshot), "rebound"
-        except StoreError:
-            pass
-        # Or another replica's fleet differs; do not fight it.
-        return self._without_store(key, None, elsewhere, lost)
-
-    async def _adopt(self, claim: Claim, how: str, placement: Placement, snapshot: Snapshot) -> tuple[Entry, str]:
-        name = claim.value.worker
-        target = self._fleet.find(name, claim.value.rank)
-        if target is not None:
-            return self._entries.note(claim, target, snapshot, kept=placement.kept), how
-        if placement.kept:
-            raise TurnError("gone", "the worker that kept it is gone")
-        # The worker may be here without that rank: then it is not lost.
-        lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
-        return await self.move(claim.key, claim, lost, placement)
-
-    def _without_store(
-        self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str] = frozenset()
-    ) -> tuple[Entry, str]:
-        if known is not None and known.target.worker.known:
-            if self._entries.find(key) is None:
-                self._entries.install(known)
-            if known.claim is None:
-                return known, "degraded"
-            self._metrics.unproven.inc()
-            return known, "cached"
-        if self._refuse or placement.refusal is not None:
-            raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        entry = Entry(key, rendezvous(key, placement.candidates or self._candidates(lost, degraded=True)))
-        self._entries.install(entry)
-        return entry, "degraded"
-
-    async def choose(self, placement: Placement, lost: frozenset[str] = frozenset()) -> tuple[Target, str, str]:
-        """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
-        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks."""
-        if placement.candidates:
-            return least_loaded(placement.candidates), "hint", ""
-        if placement.slot is not None:
-            return placement.slot, "policy", ""
-        candidates, parent = self._candidates(lost), ""
-        if placement.parent is not None:
-            near = await self._near(placement.parent)
-            candidates = self._candidates(lost)  # as they are now
-            if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
-                return near, "parent", "followed"
-            parent = "unknown" if near is None else "passed_over"
-        return self._policy(candidates), "policy", parent
-
-    async def _place(self, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
-        target, why, parent = await self.choose(placement, lost)
-        if target.full and target is not placement.slot and why != "hint":
-            raise Full("fleet_full", "every worker has as many turns as it may have")
-        if parent:
-            self._metrics.parents.inc(parent)
-        self._fleet.note_placed(target)
-        return target
-
-    async def _near(self, parent: str) -> Target | None:
-        entry = self._entries.find(parent)
-        if entry is not None:
-            return entry.target
-        claim = await self._claims.get(parent)
-        return None if claim is None else self._fleet.find(claim.value.worker, claim.value.rank)
-
-    def _candidates(self, lost: frozenset[str], *, degraded: bool = False) -> list[Target]:
-        # What is full here may have room elsewhere: without the store, replicas agree only on what all see alike.
-        candidates = self._fleet.candidates(lost, trials=not degraded, with_full=degraded)
-        if not candidates:
-            raise TurnError("no_worker", "no worker can take the turn")
-        return candidates
-
-    def _may_move(self, key: str) -> bool:
-        now = self._claims.clock()
-        recent = tuple(at for at in self._moves.get(key, ()) if now - at < _MOVES_WINDOW)
-        if len(recent) >= _MOVES:
-            return False
-        self._moves[key] = (*recent, now)
-        self._moves.move_to_end(key)
-        if len(self._moves) > _MOVES_REMEMBERED:
-            self._moves.popitem(last=False)
-        return True
 
 
 class Affinity:
@@ -417,19 +236,25 @@ class Affinity:
         close_limit: float = 2.0,
         parent_slack: int = 16,
         log_share: float = 0.0,
+        endings: EndingFiles | None = None,
+        names: Naming | None = None,
+        peers: Peers | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """`ttl`, `kept_ttl` (of what workers keep; 0: as `ttl`), `max_stale`, `close_limit` in seconds; `capacity` in
-        entries; `clock` must be the store's. A child session follows its parent unless that target has over
-        `parent_slack` turns more than the least loaded one. `log_share` of the sessions (0 to 1; by their hash, so the
-        same on every replica) have each decision logged."""
+        """`ttl`, `kept_ttl` (of what workers keep; 0: as `ttl`), `max_stale`, `close_limit` (the store's deadline too)
+        in seconds; `capacity` in entries; `clock` must be the store's, `wall` says Unix seconds. A child session
+        follows its parent unless that target has over `parent_slack` turns more than the least loaded one. `log_share`
+        of the sessions (0 to 1; by their hash, so the same on every replica) have each decision logged. `endings`:
+        where closes are left that are pending at the end. `names`, `peers`: what other replicas call workers, and what
+        can be asked of them; left out: there are none."""
         self._store, self._fleet, self._metrics, self._clock = store, fleet, metrics, clock
         self._log_below = int(log_share * 0x10000)
         self._close_limit = close_limit
         kept_ttl = kept_ttl or ttl
         self._tasks = tasks = Tasks()
         self._entries = entries = Entries(
-            store.stamp, ttl=ttl, kept_ttl=kept_ttl, max_stale=max_stale, capacity=capacity, clock=clock
+            store.stamp, ttl=ttl, kept_ttl=kept_ttl, max_stale=max_stale, capacity=capacity, clock=clock, wall=wall
         )
         self.census, self.page = entries.census, entries.page
         self._claims = claims = Claims(
@@ -439,27 +264,45 @@ class Affinity:
             replica=replica,
             ttl=ttl,
             kept_ttl=kept_ttl,
+            deadline=close_limit,
             clock=clock,
+            wall=wall,
             meanwhile="refused" if refuse_on_outage else "placed by hash until it returns",
             returned=self._reconcile,
         )
-        self._closer = closer = Closer(entries, claims, metrics, tasks, limit=close_limit)
+        self._names = names = names or Naming(fleet)
+        self._peers = peers = peers if peers is not None else Peers(replica, names, metrics)
+        self._closer = closer = Closer(entries, claims, peers, metrics, tasks, limit=close_limit, files=endings)
         self._renewer = Renewer(entries, claims, tasks)
-        self._resolver = _Resolver(
-            entries, claims, closer, fleet, policy, metrics, refuse=refuse_on_outage, parent_slack=parent_slack
+        self._resolver = Resolver(
+            entries,
+            claims,
+            closer,
+            fleet,
+            names,
+            peers,
+            policy,
+            metrics,
+            refuse=refuse_on_outage,
+            parent_slack=parent_slack,
+            unsettled=self._claim_later,
         )
+        self.desk = Desk(entries, claims, closer, names, bind=self._bind_for_peer, moved=self._resolver.told_of_move)
+        """Answers the other replicas."""
         self._flights: SingleFlight[str, tuple[Entry, str]] = SingleFlight(outlives=False)
 
     # -- life
 
     def start(self) -> None:
-        """Begin to watch the store and to keep the claims of long turns alive."""
-        self._tasks.spawn(watch(self._store, self._entries, self._metrics))
+        """Begin to watch the store, to keep the claims of long turns alive, and to close what was left to be closed."""
+        self._tasks.spawn(watch(self._store, self._entries, self._metrics, self._rewound))
         self._tasks.spawn(self._renewer.keep_alive())
+        self._tasks.spawn(self._closer.resume())
 
     async def aclose(self) -> None:
-        """Finish pending closes within `close_limit`, then stop everything. The store is the caller's to close."""
-        await self._closer.wait()
+        """Finish pending closes within `close_limit`, leave the others to the next replica, then stop everything. The
+        store is the caller's to close."""
+        await self._closer.leave()
         await self._tasks.aclose()
 
     @property
@@ -473,6 +316,10 @@ class Affinity:
     @property
     def size(self) -> int:
         return len(self._entries)
+
+    def targets(self) -> list[Target]:
+        """Of all sessions known here."""
+        return [entry.target for entry in self._entries]
 
     @property
     def active_turns(self) -> int:
@@ -542,54 +389,121 @@ class Affinity:
             return view
         try:
             claim = await self._claims.get(key)
+        except ClaimUnreadable:
+            target = self._resolver.guess(key) if entry is None else entry.target
+            return View(key, None, target, view.active, "unreadable")
         except StoreError:
             if entry is None:
                 raise TurnError("store_unavailable", "the claim store cannot be reached") from None
             return view
         if claim is not None:
-            return View(key, claim, self._fleet.find(claim.value.worker, claim.value.rank), view.active, "store")
+            there = self._names.find(claim.value.worker, claim.value.rank, claim.value.replica)
+            return View(key, claim, there, view.active, "store")
         return view if view.source == "degraded" else View(key, None, None, view.active, "none")
 
     async def end(self, key: str) -> str:
         """Close a session whatever it is: closed, pending (its turns here end first, or the store must return), gone
-        or superseded. Raises TurnError `store_unavailable` when nothing is known of it."""
+        or superseded. What cannot be read is closed as well."""
         entry = self._entries.find(key)
         if entry is not None and entry.active:
             entry.closing = True
             return "pending"
         try:
             # What stands is closed, not what was known: the caller means the session, and has seen nothing of ours.
-            claim = await self._claims.get(key)
+            claim = await self._standing(key)
             outcome = "gone" if claim is None else (await self._claims.close(claim)).value
-        except StoreError as error:
+        except StoreError:
             current = self._entries.find(key)
-            if current is not None and not current.active and self._closer.begin(current) is not None:
-                return "pending"
-            raise TurnError("store_unavailable", "the claim store cannot be reached") from error
+            if current is None:
+                self._closer.end(key)
+            elif not current.active:
+                self._closer.begin(current)
+            else:
+                current.closing = True
+            return "pending"
         if claim is not None:
             self._metrics.closes.inc(outcome)
+            if not self._claims.shows_closes(key):
+                await self._peers.tell("closed", key, claim.revision)
         current = self._entries.find(key)
         if current is not None and not current.active:
             self._entries.forget(key)
         return outcome
 
+    def knows(self, key: str) -> bool:
+        """Whether this replica remembers a claim of it, proven or not."""
+        return self._entries.find(key) is not None
+
+    async def end_all(self, keys: Iterable[str]) -> None:
+        """Close what stands of these, each as `end` does. What takes longer than `close_limit` goes on in the
+        background."""
+        tasks = [self._tasks.spawn(self._end(key)) for key in keys]
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._close_limit)
+
+    def end_later(self, keys: Iterable[str]) -> None:
+        """As `end_all`, in the background."""
+        for key in keys:
+            self._tasks.spawn(self._end(key))
+
+    async def _end(self, key: str) -> None:
+        await self.end(key)
+
+    async def _standing(self, key: str) -> Claim | None:
+        try:
+            return await self._claims.get(key)
+        except ClaimUnreadable as error:
+            return error.claim
+
+    async def _bind_for_peer(self, ask: Ask, targets: tuple[Target, ...]) -> tuple[Entry, str]:
+        """For one that cannot reach the store, within these targets if any. Raises TurnError."""
+        refusal = TurnError("store_unavailable", "no claim stands") if ask.standing else None
+        placement = Placement(targets, ask.parent or None, refusal, ask.kept, full_too=True)
+        binding = self.session(ask.key, final=False)
+        try:
+            await binding.bind(placement)
+            if binding.target.worker.name in ask.lost:
+                await binding.rebind(frozenset(ask.lost), placement)
+            return binding.settle(), binding.how
+        finally:
+            binding.release()
+
     # -- back
+
+    def _rewound(self) -> None:
+        self._entries.rewound()
+        self._closer.rewound()
+        log.warning("the claim store has lost what it held; sessions stay where they are served and are claimed again")
+        self._tasks.spawn(self._claim_again())
 
     async def _reconcile(self) -> None:
         """Claim what was placed without the store, at the worker where it is, and renew what it could not be asked."""
-        await at_once(self._claim_at_last, [entry.key for entry in self._entries if entry.claim is None])
+        await self._claim_again()
         if self.state is StoreState.UP:
             await self._renewer.catch_up()
+
+    async def _claim_again(self) -> None:
+        """Those first that have turns running."""
+        alone = [entry for entry in self._entries if entry.claim is None]
+        alone.sort(key=lambda entry: not entry.active)
+        await at_once(self._claim_at_last, [entry.key for entry in alone])
+
+    def _claim_later(self, key: str, seconds: float) -> None:
+        async def claim() -> None:
+            await asyncio.sleep(seconds)
+            await self._claim_at_last(key)
+
+        self._tasks.spawn(claim())
 
     async def _claim_at_last(self, key: str) -> None:
         entry = self._entries.find(key)
         if self.state is StoreState.UP and entry is not None and entry.claim is None:
             binding = self.session(key, final=False)
             with contextlib.suppress(TurnError):
-                await binding.bind(_WHERE_KEPT if entry.kept else ANYWHERE)
+                await binding.bind(WHERE_KEPT if entry.kept else ANYWHERE)
             binding.release()
 
 
-def _ends(status: int) -> bool:
+def ends(status: int) -> bool:
     """Whether a final turn that is answered so ends its session."""
     return status < 500 and status not in _KEPT_STATUSES

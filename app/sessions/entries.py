@@ -25,19 +25,37 @@ class View(msgspec.Struct, frozen=True):
     active: int
     """Its turns on this replica."""
     source: str
-    """memory (proven), store, unproven (the store cannot answer), degraded (placed without the store) or none."""
+    """memory (proven), store, unproven (the store cannot answer), degraded (placed without the store), unreadable (what
+    stands is no claim) or none."""
+
+
+class Alone(msgspec.Struct):
+    """How a session is served at its target without a claim. Times in Unix seconds."""
+
+    since: float
+    """The store was well until then: what was proposed before it was answered, or given up long ago."""
+    served_at: float
+    """When its last turn began."""
+    lost: frozenset[str] = frozenset()
+    """Workers that it was moved off meanwhile."""
+    rewound: bool = False
+    """It had a claim, which the store has forgotten at `since`; what stands from before that may be of any age."""
+    doubted_until: float = 0.0
+    """By the monotonic clock: until then another replica's claim that contradicts it is not believed. 0: none yet."""
 
 
 class Entry:
     """One session on this replica. Its turns are counted by `Entries`."""
 
-    __slots__ = ("active", "claim", "closing", "good_until", "kept", "key", "proof", "renew_at", "renewing", "stamp",
-                 "target")  # fmt: skip
+    __slots__ = ("active", "alone", "claim", "closing", "ended", "good_until", "kept", "key", "proof", "renew_at",
+                 "renewing", "stamp", "target", "trial", "unreadable")  # fmt: skip
 
     def __init__(self, key: str, target: Target) -> None:
         self.key, self.target = key, target
         self.claim: Claim | None = None
         """None while it is placed without a store, and once its close has begun."""
+        self.alone: Alone | None = None
+        """What is known of its being served without a claim; None: its claim was read."""
         self.active = 0
         """Its turns here; each is counted once."""
         self.closing = False
@@ -51,6 +69,12 @@ class Entry:
         self.renewing = False
         self.kept = False
         """It is no session but something that a worker keeps."""
+        self.trial = False
+        """It was made by a turn that is here, and no turn of it has been answered yet."""
+        self.ended = False
+        """Its close has begun."""
+        self.unreadable = False
+        """What stands at its key is no claim, and is left alone."""
 
     def unprove(self) -> None:
         """The next turn reads what stands there, and until then nothing is renewed."""
@@ -58,8 +82,9 @@ class Entry:
         self.renew_at = float("inf")
 
     def continues(self, claim: Claim, target: Target) -> bool:
-        """It is of this very claim, or was placed without the store where the claim now says."""
-        if self.claim is None:
+        """It is of this very claim, or was placed without the store where the claim now says. Not when its worker has
+        left, and another one has come under its name."""
+        if self.claim is None or self.target is not target:
             return self.target is target
         return (self.claim.revision, self.claim.value.nonce) == (claim.revision, claim.value.nonce)
 
@@ -85,9 +110,11 @@ class Entries:
         max_stale: float,
         capacity: int,
         clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
-        """`ttl`, `kept_ttl` (of what is `kept`) and `max_stale` in seconds; `stamp` and `clock` are the store's."""
-        self._stamp, self._clock = stamp, clock
+        """`ttl`, `kept_ttl` (of what is `kept`) and `max_stale` in seconds; `stamp` and `clock` are the store's; `wall`
+        says Unix seconds."""
+        self._stamp, self._clock, self._wall = stamp, clock, wall
         self._ttl, self._kept_ttl, self._max_stale, self._capacity = ttl, kept_ttl, max_stale, capacity
         self._table: OrderedDict[str, Entry] = OrderedDict()
         """The longest unused first. One that was replaced or closed lives on in the turns that hold it."""
@@ -98,6 +125,8 @@ class Entries:
         self._stretches = 0
         self._proof = _UNPROVEN
         """The watch's current stretch of continuity; _UNPROVEN while it is not shown to be alive."""
+        self.watched_until = 0.0
+        """When the last stretch ended, in Unix seconds."""
 
     # -- turns
 
@@ -178,9 +207,20 @@ class Entries:
         entry.proof, entry.stamp = _UNPROVEN if gone else snapshot.proof, snapshot.stamp
         return entry
 
+    def hearsay(self, claim: Claim, target: Target, *, kept: bool = False) -> Entry:
+        """Note a claim as another replica knows it. It is not proven: who uses it next asks again."""
+        entry = self.find(claim.key)
+        if entry is None or not entry.continues(claim, target):
+            entry = Entry(claim.key, target)
+            entry.kept = kept
+            self.install(entry)
+        entry.claim, entry.alone = claim, None
+        entry.unprove()
+        return entry
+
     def refresh(self, entry: Entry, claim: Claim) -> None:
         """The claim stood just now. That does not prove what the watch missed."""
-        entry.claim = claim
+        entry.claim, entry.alone, entry.unreadable = claim, None, False
         entry.good_until = self._clock() + self._max_stale
         entry.renew_at = 0.0
         if claim.expires_at:
@@ -190,7 +230,19 @@ class Entries:
     def watched(self, stands: bool) -> None:
         """A stretch of the watch's continuity begins or ends; what was read before is not proven any more."""
         self._stretches += stands
+        if self.watching and not stands:
+            self.watched_until = self._wall()
         self._proof = self._stretches if stands else _UNPROVEN
+
+    def rewound(self) -> None:
+        """The store has forgotten what it held: what is known here is served on where it is, without a claim."""
+        now = self._wall()
+        for entry in list(self):
+            if entry.claim is not None and 0.0 < entry.claim.expires_at < self._clock() and not entry.active:
+                self.forget(entry.key)  # it has ended by itself
+            elif entry.claim is not None:
+                entry.claim, entry.alone = None, Alone(since=now, served_at=now, rewound=True)
+                entry.unprove()
 
     def deleted(self, event: Deleted) -> None:
         """The watch says that a claim is gone."""
@@ -226,4 +278,6 @@ class Entries:
     def view(self, entry: Entry) -> View:
         proven = self.proven(entry, self._clock())
         source = "degraded" if entry.claim is None else "memory" if proven else "unproven"
+        if entry.unreadable:
+            source = "unreadable"
         return View(entry.key, entry.claim, entry.target, entry.active, source)

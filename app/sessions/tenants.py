@@ -44,6 +44,10 @@ class Tenants:
     def __len__(self) -> int:
         return len(self._by_hash)
 
+    def canonical(self) -> bytes:
+        """Which key is whose, the same for any two files that say the same."""
+        return b"".join(b"%b %b\n" % (key.encode(), tenant) for key, tenant in sorted(self._by_hash.items()))
+
     def authenticate(self, noted: Noted) -> bytes:
         """The tenant of a request. As `recognise`."""
         return self.recognise(noted)[0]

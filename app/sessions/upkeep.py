@@ -1,29 +1,25 @@
-"""What is done for claims between turns: they are closed, renewed and watched, and a store that is away is waited for.
-
-Here alone the store's methods are called."""
+"""What is done for claims between turns: they are closed, renewed and watched."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import enum
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
 
-from app.fleet.workers import Target
 from app.metrics import Metrics
+from app.sessions.claims import Claims, StoreState, Tasks
+from app.sessions.endings import Ending, EndingFiles
 from app.sessions.entries import Entries, Entry
+from app.sessions.peers import Peers
 from backends.base import (
     LIFETIME,
     Claim,
     ClaimLost,
-    ClaimOutcome,
     ClaimStore,
-    ClaimValue,
+    ClaimUnreadable,
     CloseOutcome,
-    OutcomeUnknown,
     Reset,
     StoreError,
 )
@@ -31,158 +27,25 @@ from backends.base import (
 log = logging.getLogger("coatcheck.affinity")
 T = TypeVar("T")
 
-_TRIES = 3
 _AT_ONCE = 32
+_AT_ONCE_PAUSE = 0.02
 _LONGEST_PAUSE = 5.0
+_LOOK_AGAIN = 15.0
+"""Seconds after the end of a session that ended while the store was away: by then every other replica that served it
+has found the store back, and has claimed it again."""
 
 
-class StoreState(enum.Enum):
-    UP = "up"
-    READ_ONLY = "read-only"
-    """Claims can be read but not made."""
-    AWAY = "away"
-
-
-class Tasks:
-    """What runs in the background until `aclose`."""
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[None]] = set()
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._running.add(task)
-        task.add_done_callback(self._reap)
-        return task
-
-    def _reap(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a background task of the affinity failed", exc_info=task.exception())
-
-    async def aclose(self) -> None:
-        tasks = set(self._running)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class Claims:
-    """The claim store as this replica finds it: every call is measured, and one that fails tells that the store is
-    away, until a `check` of it succeeds."""
-
-    def __init__(
-        self,
-        store: ClaimStore,
-        metrics: Metrics,
-        tasks: Tasks,
-        *,
-        replica: str,
-        ttl: float,
-        kept_ttl: float,
-        clock: Callable[[], float],
-        meanwhile: str,
-        returned: Callable[[], Awaitable[None]],
-    ) -> None:
-        """`meanwhile`: what happens to new sessions while the store is away, for the log. `returned` is called when it
-        is back."""
-        self._store, self._metrics, self._tasks = store, metrics, tasks
-        self._replica, self._meanwhile, self._returned = replica, meanwhile, returned
-        self.ttl, self._kept_ttl, self.clock = ttl, kept_ttl, clock
-        self.state = StoreState.UP
-        self._up = asyncio.Event()
-        """Set exactly while the state is UP."""
-        self._up.set()
-
-    async def get(self, key: str) -> Claim | None:
-        return await self._call("get", lambda: self._store.get(key))
-
-    async def create(self, key: str, target: Target, generation: int, *, kept: bool = False) -> ClaimOutcome:
-        """`kept`: of something that a worker keeps, as for `renew`."""
-        ttl = self._kept_ttl if kept else self.ttl
-        # One proposal, so one nonce, for every try: a create whose reply was lost is recognised as our own.
-        value = ClaimValue(
-            worker=target.worker.name,
-            rank=target.rank,
-            replica=self._replica,
-            generation=generation,
-            created_at=int(time.time()),
-        )
-        return await self._call("create", lambda: self._store.create_or_get(key, value, ttl), _TRIES)
-
-    async def renew(self, claim: Claim, *, kept: bool = False) -> Claim:
-        ttl = self._kept_ttl if kept else self.ttl
-        return await self._call("renew", lambda: self._store.renew(claim, ttl))
-
-    async def close(self, claim: Claim, tries: int = _TRIES) -> CloseOutcome:
-        return await self._call("close", lambda: self._store.close(claim), tries)
-
-    async def pause(self, seconds: float) -> None:
-        """Before something is tried again: so long, or until the store is back and a little more."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._up.wait()
-        await asyncio.sleep(min(seconds, 0.25))
-
-    async def _call(self, op: str, call: Callable[[], Awaitable[T]], tries: int = 1) -> T:
-        """A lost reply is resolved by asking again."""
-        for last in (*(False,) * (tries - 1), True):
-            started = time.perf_counter()
-            outcome = "ok"
-            try:
-                return await call()
-            except StoreError as error:
-                outcome = "lost" if isinstance(error, ClaimLost) else "failed"
-                if isinstance(error, OutcomeUnknown) and not last:
-                    continue
-                if outcome == "failed":
-                    self._failed(error)
-                raise
-            except asyncio.CancelledError:
-                outcome = "cancelled"
-                raise
-            finally:
-                self._metrics.store_seconds.observe(time.perf_counter() - started, (op, outcome))
-        raise AssertionError("unreachable")
-
-    def _failed(self, error: StoreError) -> None:
-        if self.state is StoreState.UP:
-            self.state = StoreState.AWAY
-            self._up.clear()
-            log.error("the claim store is away (%s); known sessions go on, new ones are %s", error, self._meanwhile)
-            self._tasks.spawn(self._await_return())
-
-    async def _await_return(self) -> None:
-        delay = 0.05
-        while True:
-            try:
-                await self._store.check()
-                break
-            except Exception as error:
-                if not isinstance(error, StoreError):
-                    # A fault of the store's code must not end the waiting unseen: the store would stay away for ever.
-                    log.exception("the claim store's check failed; it is asked again")
-            try:
-                await self._store.get("0" * 40)
-                self.state = StoreState.READ_ONLY
-            except StoreError:
-                self.state = StoreState.AWAY
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 1.0)
-        self.state = StoreState.UP
-        self._up.set()
-        log.warning("the claim store is back")
-        await self._returned()
-
-
-async def watch(store: ClaimStore, entries: Entries, metrics: Metrics) -> None:
-    """Tell the entries what the store says of claims that go, and whether it can be relied on to say so. Endless."""
+async def watch(store: ClaimStore, entries: Entries, metrics: Metrics, rewound: Callable[[], None]) -> None:
+    """Tell the entries what the store says of claims that go, and whether it can be relied on to say so. Endless.
+    `rewound` is called when the store has forgotten what it held."""
     delay = 0.05
     while True:
         try:
             async for event in store.subscribe():
                 if isinstance(event, Reset):
                     delay = 0.05
+                    if event.rewound:
+                        rewound()
                     entries.watched(True)
                     metrics.resets.inc()
                 else:
@@ -200,66 +63,224 @@ async def watch(store: ClaimStore, entries: Entries, metrics: Metrics) -> None:
 
 
 class Closer:
-    """Closes the claims of sessions that have ended, again and again until it is done or the claim has expired."""
+    """Closes the claims of sessions that have ended, again and again until it is done or the claim has expired.
 
-    def __init__(self, entries: Entries, claims: Claims, metrics: Metrics, tasks: Tasks, *, limit: float) -> None:
-        """`limit`: seconds that anybody waits for a close; it goes on in the background."""
+    A session that is known with its claim has that very claim closed. Of one that was placed without the store only
+    its end is known: then whatever claim stands is closed that was made before it (`Ending.covers`).
+
+    The other replicas are told of each, before anybody here takes it for done."""
+
+    def __init__(
+        self,
+        entries: Entries,
+        claims: Claims,
+        peers: Peers,
+        metrics: Metrics,
+        tasks: Tasks,
+        *,
+        limit: float,
+        files: EndingFiles | None = None,
+    ) -> None:
+        """`limit`: seconds that anybody waits for a close; it goes on in the background. `files`: where those are left
+        that are not done at the end."""
         self._entries, self._claims, self._metrics, self._tasks = entries, claims, metrics, tasks
-        self._limit = limit
-        self._closings: dict[str, asyncio.Task[None]] = {}
+        self._peers, self._limit, self._files = peers, limit, files
+        self._closings: dict[str, _Closing] = {}
         """The latest of each session; it waits for the one before it."""
 
     def __len__(self) -> int:
         return len(self._closings)
 
-    def begin(self, entry: Entry) -> asyncio.Task[None] | None:
-        """End what is known of the session here, and begin to close its claim if it has one."""
+    def is_closing(self, key: str) -> bool:
+        return key in self._closings
+
+    def begin(self, entry: Entry, *, heard: bool = False) -> asyncio.Task[None] | None:
+        """End what is known of the session here, and begin to close its claim. `heard`: from another replica, which
+        tells all others."""
         if self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
-        claim, entry.claim, entry.closing = entry.claim, None, False
+        claim, entry.claim, entry.closing, entry.trial = entry.claim, None, False, False
         entry.unprove()
-        if claim is None:
+        if entry.ended or entry.unreadable:
             return None
-        task = self._tasks.spawn(self._close(claim, self._closings.get(entry.key)))
-        self._closings[entry.key] = task
-        task.add_done_callback(lambda done: self._closed(entry.key, done))
-        return task
+        entry.ended = True
+        return self.end(entry.key, claim, heard=heard)
+
+    def drop(self, entry: Entry) -> None:
+        """Nobody has been served by it: what was claimed for it is closed, and what was not is forgotten."""
+        if entry.claim is not None:
+            self.begin(entry)
+        elif self._entries.find(entry.key) is entry:
+            self._entries.forget(entry.key)
+
+    def end(self, key: str, claim: Claim | None = None, *, heard: bool = False) -> asyncio.Task[None]:
+        """Begin to close the session's claim; the one that is known, or else whichever was made before now."""
+        nonce = "" if claim is None else claim.value.nonce
+        return self._begin(Ending(key, self._claims.wall(), nonce), claim, heard=heard)
+
+    def _begin(self, ending: Ending, claim: Claim | None, *, heard: bool = False) -> asyncio.Task[None]:
+        key, earlier = ending.key, self._closings.get(ending.key)
+        if earlier is not None and claim is None and earlier.claim is None:
+            earlier.ending.moment = max(earlier.ending.moment, ending.moment)
+            return earlier.task
+        closing = _Closing(ending, claim, self._claims.replica)
+        closing.told = heard
+        closing.task = self._tasks.spawn(self._close(closing, None if earlier is None else earlier.task))
+        self._closings[key] = closing
+        closing.task.add_done_callback(lambda _: self._closed(key, closing))
+        return closing.task
 
     async def close(self, entry: Entry) -> None:
-        """Returns when the claim is closed, or after the limit."""
-        await self._wait(self.begin(entry))
+        """Returns when the claim is closed, or after the limit; while the store is away, when the other replicas have
+        been told, and one that has the store has been asked to do it."""
+        task = self.begin(entry)
+        if self._claims.state is not StoreState.AWAY:
+            await self._wait(task)
+        elif entry.key in self._closings:
+            await self._ask_peers(self._closings[entry.key])
 
     async def wait(self, key: str | None = None) -> None:
         """For the close of a session that is under way, if any, or for all; but not longer than the limit."""
-        await self._wait(*(self._closings.values() if key is None else [self._closings.get(key)]))
+        pending = self._closings.values() if key is None else [self._closings[key]] if key in self._closings else []
+        await self._wait(*(closing.task for closing in pending))
 
     async def _wait(self, *tasks: asyncio.Task[None] | None) -> None:
         if pending := [task for task in tasks if task is not None]:
             await asyncio.wait(pending, timeout=self._limit)
 
-    def _closed(self, key: str, task: asyncio.Task[None]) -> None:
-        if self._closings.get(key) is task:
+    def successor_of(self, key: str) -> float:
+        """When a claim that is made now is to be created at the earliest, in Unix seconds, lest the end of the session
+        before it covers it."""
+        closing = self._closings.get(key)
+        return 0.0 if closing is None else closing.ending.moment + 1.0
+
+    def rewound(self) -> None:
+        """The claims that are known are no more; their revisions may be others' now."""
+        for closing in self._closings.values():
+            closing.claim = None
+
+    def _closed(self, key: str, closing: _Closing) -> None:
+        if self._closings.get(key) is closing:
             del self._closings[key]
 
-    async def _close(self, claim: Claim, earlier: asyncio.Task[None] | None) -> None:
+    async def _close(self, closing: _Closing, earlier: asyncio.Task[None] | None) -> None:
         if earlier is not None:
             await asyncio.wait({earlier})
-        until = claim.expires_at or self._claims.clock() + LIFETIME * self._claims.ttl
-        delay = 0.05
+        claims, known = self._claims, closing.claim
+        until = (known and known.expires_at) or claims.clock() + LIFETIME * claims.ttl
+        delay, in_outage = 0.05, False
         while True:
+            in_outage = in_outage or claims.state is not StoreState.UP
+            if in_outage:
+                await self._ask_peers(closing)
+            if closing.closed:
+                return
             try:
-                outcome = await self._claims.close(claim, tries=1)
+                outcome = await self._try(closing)
+            except ClaimUnreadable:
+                return
             except StoreError:
-                if self._claims.clock() >= until:
+                if claims.clock() >= until:
                     self._metrics.closes.inc("expired")
                     return
-                await self._claims.pause(delay)
+                await claims.pause(delay)
                 delay = min(2 * delay, _LONGEST_PAUSE)
             else:
-                self._metrics.closes.inc(outcome.value)
-                if outcome is CloseOutcome.SUPERSEDED:
-                    log.debug("a final turn found its claim superseded; the successor stands")
-                return
+                break
+        self._metrics.closes.inc(outcome.value)
+        if outcome is CloseOutcome.SUPERSEDED:
+            log.debug("a final turn found its claim superseded; the successor stands")
+        if not claims.shows_closes(closing.ending.key):
+            await self._peers.tell("closed", closing.ending.key, None if known is None else known.revision)
+        if in_outage:
+            self._tasks.spawn(self._look_again(closing))
+
+    async def _ask_peers(self, closing: _Closing) -> None:
+        """Without the store, once: tell all of the end, so that none claims the session again, and have one that has
+        the store close the claim."""
+        if closing.told or not self._peers:
+            return
+        closing.told = True
+        key, revision = closing.ending.key, None if closing.claim is None else closing.claim.revision
+        await self._peers.tell("ended", key, revision)
+        outcome = await self._peers.close_for_us(key, revision)
+        if outcome is not None:
+            closing.closed = True
+            self._metrics.closes.inc(outcome)
+
+    async def _try(self, closing: _Closing) -> CloseOutcome:
+        claim = closing.claim
+        if claim is None:
+            claim = await self._claims.read(closing.ending.key)
+            if claim is None:
+                return CloseOutcome.GONE
+            if not closing.ending.covers(claim, closing.replica):
+                return CloseOutcome.SUPERSEDED
+        return await self._claims.close_at_last(claim)
+
+    async def _look_again(self, closing: _Closing) -> None:
+        """Another replica that served the session in the outage may have claimed it again, not knowing of its end."""
+        await asyncio.sleep(_LOOK_AGAIN)
+        closing.claim, closing.replica = None, ""
+        try:
+            outcome = await self._try(closing)
+        except StoreError as error:
+            log.debug("a session that ended while the store was away was not looked for again: %s", error)
+            return
+        if outcome is CloseOutcome.CLOSED:
+            self._metrics.closes.inc(outcome.value)
+
+    # -- from one replica's end to another's start
+
+    async def resume(self) -> None:
+        """Do what replicas before this one have left."""
+        try:
+            left = [] if self._files is None else await self._files.load()
+        except OSError as error:
+            log.warning("closes that an earlier replica may have left cannot be read: %s", error)
+            return
+        for file, endings in left:
+            tasks = [self._begin(ending, None) for ending in endings]
+            self._tasks.spawn(self._remove(file, tasks))
+
+    async def _remove(self, file: Path, tasks: Sequence[asyncio.Task[None]]) -> None:
+        if tasks:
+            await asyncio.wait(tasks)
+        try:
+            if self._files is not None:
+                await self._files.remove(file)
+        except OSError as error:
+            log.warning("%s is done and cannot be removed: %s", file, error)
+
+    async def leave(self) -> None:
+        """Finish within the limit, and leave what is not done for the next replica."""
+        await self.wait()
+        left = [closing.ending for closing in self._closings.values()]
+        if not left:
+            return
+        try:
+            if self._files is None:
+                raise OSError("there is no folder for them")
+            await self._files.save(left)
+        except OSError as error:
+            log.error("%d claims of ended sessions are not closed; they end by their TTL: %s", len(left), error)
+        else:
+            log.warning("%d claims of ended sessions are not closed; the next replica here does it", len(left))
+
+
+class _Closing:
+    __slots__ = ("claim", "closed", "ending", "replica", "task", "told")
+
+    task: asyncio.Task[None]
+
+    def __init__(self, ending: Ending, claim: Claim | None, replica: str) -> None:
+        self.ending = ending
+        self.replica = replica
+        """Whose claims are known to be no successor's while this is pending (`Closer.successor_of`)."""
+        self.claim = claim
+        """The one to be closed; None: whichever stands and is covered."""
+        self.told = self.closed = False
+        """The other replicas have been told while the store was away; one of them has closed the claim."""
 
 
 class Renewer:
@@ -307,7 +328,7 @@ class Renewer:
         except ClaimLost:
             if entry.claim is claim:
                 entry.unprove()
-        except StoreError:
+        except StoreError:  # also one that cannot be read any more
             entry.renew_at = self._claims.clock() + 1.0
             if not last:
                 self._overdue[entry.key] = entry
@@ -318,7 +339,9 @@ class Renewer:
             entry.renewing = False
 
 
-async def at_once(work: Callable[[T], Awaitable[None]], items: list[T]) -> None:
-    """The work for each of them, some at the same time."""
+async def at_once(work: Callable[[T], Awaitable[None]], items: Sequence[T]) -> None:
+    """The work for each of them, some at the same time, and not so many a second that nobody else gets a word in."""
     for start in range(0, len(items), _AT_ONCE):
+        if start:
+            await asyncio.sleep(_AT_ONCE_PAUSE)
         await asyncio.gather(*(work(item) for item in items[start : start + _AT_ONCE]))

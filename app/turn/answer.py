@@ -9,7 +9,7 @@ from app.http.headers import Header, header
 from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, WorkerConnection
 from app.metrics import Histogram
-from app.sessions.affinity import Binding
+from app.sessions.spread import Hold
 from app.turn.kept import Keeper
 from app.turn.presence import Presence
 
@@ -33,7 +33,7 @@ class Answer:
     failure: AttemptFailed | None = None
     """The body will not be completed."""
     _connection: WorkerConnection | None = None
-    _binding: Binding | None = None
+    _binding: Hold | None = None
     _written_end = False
     _held: list[bytes] | None = None
     _held_end = False
@@ -53,7 +53,7 @@ class Answer:
 
     # -- the turn's side
 
-    def relay(self, connection: WorkerConnection, binding: Binding | None, keeper: Keeper | None = None) -> bool:
+    def relay(self, connection: WorkerConnection, binding: Hold | None, keeper: Keeper | None = None) -> bool:
         """Begin to pass the worker's body on. Returns whether all of it has gone by already; else await `ended`.
         `keeper`: reads the beginning before the client does."""
         self._connection, self._binding = connection, binding

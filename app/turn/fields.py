@@ -10,6 +10,7 @@ in which its body was read.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -33,6 +34,8 @@ _mark = re.compile(rb'["{}\[\]]').search
 _colon = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+").match
 _begin = re.compile(rb"[ \t\r\n]*+\{").match
 _BLANK = b" \t\r\n"
+_string = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL).match
+_MAX_MODEL = 256
 
 
 class BodyHints(msgspec.Struct):
@@ -110,6 +113,59 @@ class FieldReader:
         return found
 
 
+def parse_aliases(texts: Iterable[str]) -> dict[str, str]:
+    """Of words like `small=qwen3-8b`: what clients say → the model that is meant. Raises ValueError with the remedy."""
+    aliases: dict[str, str] = {}
+    for text in texts:
+        alias, equals, model = text.partition("=")
+        if not equals or not 0 < len(alias) <= _MAX_MODEL or not 0 < len(model) <= _MAX_MODEL:
+            raise ValueError(f"{text!r} is no alias of a model; write ALIAS=MODEL, like small=qwen3-8b")
+        if aliases.setdefault(alias, model) != model:
+            raise ValueError(f"{alias!r} is given as an alias of {aliases[alias]!r} and of {model!r}; remove one")
+    for alias, model in aliases.items():
+        if model in aliases:
+            raise ValueError(
+                f"{alias!r} is an alias of {model!r}, which is an alias itself; name the model that is meant"
+            )
+    return aliases
+
+
+def with_model(body: bytes, said: str, model: str) -> bytes | None:
+    """`body`, whose top-level `model` is `said`, with `model` in that place and every other byte as it was. None: the
+    place is not found. Of several the last one counts, as for the readers, and it alone is changed. Raises TooLarge."""
+    text = _in_utf8(body)
+    spans = None if text is None else _members(text)
+    if text is None or spans is None or "model" not in spans:
+        return None
+    token = _string(text, spans["model"][0])
+    if token is None or _value(token[0]) != said:
+        return None
+    encoding, mark = _encoding_of(body)
+    written = json.dumps(model).encode(encoding)  # in ASCII, so that any encoding will do
+    begin, end = token.span()
+    if encoding == "utf-8":
+        return body[: mark + begin] + written + body[mark + end :]
+    begin, end = (
+        mark + len(text[:at].decode("utf-8", "surrogatepass").encode(encoding, "surrogatepass")) for at in (begin, end)
+    )
+    return body[:begin] + written + body[end:]
+
+
+def _encoding_of(body: bytes) -> tuple[str, int]:
+    """In which a body is written, and how long its byte-order mark is."""
+    for mark, encoding in _MARKED.items():  # that of UTF-32 begins like that of UTF-16
+        if body.startswith(mark):
+            return encoding, len(mark)
+    return json.detect_encoding(body), 0
+
+
+_MARKED = {
+    codecs.BOM_UTF32_LE: "utf-32-le",
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+    codecs.BOM_UTF8: "utf-8",
+}
 _MAY_BE_TEXT = ("backend_instance_id", "decode_worker_id", "prefill_worker_id")
 
 

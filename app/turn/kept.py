@@ -24,8 +24,10 @@ from app.fleet.workers import Target
 from app.http.headers import Header, header
 from app.http.worker import AttemptFailed, ConnectFailed, ConnectRefused
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher
+from app.sessions.resolver import Placement
+from app.sessions.spread import Hold
 from app.sessions.tenants import NOBODY
 from app.turn.presence import Presence
 
@@ -218,7 +220,7 @@ class Kept:
         self.target, self.how = binding.target, binding.how
         self._metrics.kept.inc("followed")
 
-    def how_beside(self, session: Binding | None) -> str:
+    def how_beside(self, session: Hold | None) -> str:
         """How the turn came to `target`, with or without a session that is bound."""
         assert self.target is not None
         if session is None:

@@ -1,16 +1,17 @@
-"""`/v1/models`: the workers' lists as one, and what is below it. A model that a worker lists is answered from the
-lists; anything else there (`/v1/models/NAME/ready`) is a turn, and a worker's to answer."""
+"""`/v1/models`: the workers' lists as one, from memory, and what is below it. A model that a worker lists is answered
+from the lists; anything else there (`/v1/models/NAME/ready`) is a turn, and a worker's to answer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
+from app.fleet.catalog import Catalog
 from app.fleet.models import Listed, ModelLists
 from app.http.exchange import Exchange, Proxy, Turn
 from app.http.headers import Header, Noted
@@ -22,6 +23,7 @@ BELOW = "/v1/models/"
 _TOLD = frozenset({b"content-type", b"www-authenticate", b"retry-after", b"x-should-retry"})
 """Headers of a worker's refusal that its client is told."""
 _encode = msgspec.json.Encoder().encode
+_read_entry = msgspec.json.Decoder(dict[str, Any]).decode
 
 Whole = tuple[int, list[Header], bytes]
 """An answer: status, headers, body."""
@@ -30,8 +32,9 @@ Whole = tuple[int, list[Header], bytes]
 class Models:
     """What clients are told of the workers' models."""
 
-    def __init__(self, lists: ModelLists, reading: Reading) -> None:
-        self._lists, self._reading = lists, reading
+    def __init__(self, lists: ModelLists, catalog: Catalog, reading: Callable[[], Reading]) -> None:
+        """`reading` answers the router's, which may change."""
+        self._lists, self._catalog, self._reading = lists, catalog, reading
 
     async def all(self, headers: Sequence[Header]) -> Whole:
         """For a request with these headers, names lower-case. Errors are answers."""
@@ -46,13 +49,35 @@ class Models:
         noted: Noted = {}
         for name, value in headers:
             noted.setdefault(name.lower(), []).append(value)
-        request_id = given_id(noted) or self._reading.next_id()
+        reading = self._reading()
+        request_id = given_id(noted) or reading.next_id()
         try:
-            asks = [*self._reading.speaks_for(noted), (b"x-request-id", request_id)]
-            status, told, body = tell(await self._lists.ask(asks))
+            asks = [*reading.speaks_for(noted), (b"x-request-id", request_id)]
+            listed = await self._listed(asks)
+            status, told, body = tell(_with_aliases(listed, reading.aliases) if reading.aliases else listed)
         except TurnError as error:
             status, told, body = error_response(error)
         return status, [*told, (b"x-request-id", request_id)], body
+
+    async def _listed(self, asks: list[Header]) -> Listed:
+        """From memory; workers that show their lists to clients' own keys only are asked with this client's, and all
+        are when no list is known. Raises TurnError."""
+        known = self._catalog.entries()
+        if known is None:
+            return await self._lists.ask(asks)
+        refused = self._catalog.refused()
+        shown = (await self._lists.ask(asks, refused)).models if refused else {}
+        return Listed(models=known | {name: entry for name, entry in shown.items() if name not in known}, lists=1)
+
+
+def _with_aliases(listed: Listed, aliases: Mapping[str, str]) -> Listed:
+    """Aliases of models that are there, with what is said of those; their `root` is the model that is meant."""
+    models = dict(listed.models)
+    for alias, model in aliases.items():
+        if model in listed.models:
+            said = _read_entry(listed.models[model])
+            models[alias] = msgspec.Raw(_encode({**said, "id": alias, "root": model}))
+    return msgspec.structs.replace(listed, models=models)
 
 
 def _whole_list(listed: Listed) -> Whole:

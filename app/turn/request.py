@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 
 import msgspec
 
@@ -25,7 +26,7 @@ from app.sessions.tenants import (
     Tenants,
     protocols_without_keys,
 )
-from app.turn.fields import FieldReader, Fields, TooLarge
+from app.turn.fields import FieldReader, Fields, TooLarge, with_model
 
 DRY_RUN = b"x-coatcheck-dry-run"
 """Asks where a turn would go, without sending it there."""
@@ -56,8 +57,9 @@ class Reading:
         has_ranks: bool = False,
         body_limit: int = 64 * 1024 * 1024,
         judges_hints: bool = True,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
-        """Left out: the default sources of ids, no API keys, no trusted proxies.
+        """Left out: the default sources of ids, no API keys, no trusted proxies, no aliases of models.
 
         `worker_key` is sent to the workers in place of the client's key; empty: the client's is passed on.
         `rank_header`, in lower case, tells a worker the rank (the default is vLLM's); where a worker of the fleet
@@ -71,6 +73,8 @@ class Reading:
         self.worker_key = worker_key
         self.key_line = worker_key_line(worker_key)
         self.judges_hints = judges_hints
+        self.aliases = dict(aliases or {})
+        """What clients may call a model → its name."""
         self.fields = FieldReader(self.identifier.body_fields)
         self.rare = HINTS | {DRY_RUN} if judges_hints else frozenset({DRY_RUN})
         self.wanted = _WANTED | FORWARDED | self.identifier.wanted | self.identifier.unread
@@ -83,6 +87,7 @@ class Reading:
         if self.keeps_credentials:
             self.wanted |= {PROTOCOLS}
             kept_back |= CREDENTIALS | {PROTOCOLS}
+        self.has_ranks = has_ranks
         if has_ranks:
             kept_back |= {rank_header}
         self.kept_back = kept_back | FORWARDED
@@ -166,7 +171,8 @@ class Request:
 
     async def read_body(self) -> None:
         """The body (capped), and the fields that routing needs. Raises TurnError or ClientDisconnected."""
-        exchange, noted, cap = self._exchange, self.noted, self._reading.body_limit
+        exchange, noted, reading = self._exchange, self.noted, self._reading
+        cap = reading.body_limit
         declared = noted.get(b"content-length")
         if declared is not None:
             self._length = int(declared[0])
@@ -183,6 +189,8 @@ class Request:
             return
         if body:
             self._read_fields(body, noted)
+            if reading.aliases and self.fields.model in reading.aliases:
+                self._rename(reading.aliases[self.fields.model])
         exchange.watch()
 
     def _read_fields(self, body: bytes, noted: Noted) -> None:
@@ -213,6 +221,19 @@ class Request:
             self.may_hint = reading.judges_hints
         if unnamed and ids:
             self.identity = identifier.identify(noted, ids)
+
+    def _rename(self, model: str) -> None:
+        """The client has used an alias of this model. Raises TurnError."""
+        said = self.fields.model or ""
+        try:
+            body = with_model(self.body, said, model)
+        except TooLarge:
+            # To be sent on as it is would be to be refused by a worker that does not know the alias.
+            why = f"the body is too intricate for the alias {said!r}; name the model {model!r} itself"
+            raise TurnError("request_too_large", why, param="model") from None
+        if body is None:
+            raise TurnError("invalid_request", f"name the model {model!r} itself, not {said!r}", param="model")
+        self.body, self.fields.model = body, model
 
     # -- on its way to a worker
 

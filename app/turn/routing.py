@@ -6,12 +6,15 @@ from __future__ import annotations
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.catalog import Catalog
 from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least_loaded
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.metrics import Metrics
-from app.sessions.affinity import Affinity, Binding, Placement
+from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher, read_hints
+from app.sessions.resolver import Placement
+from app.sessions.spread import Hold, Spread
 from app.sessions.tenants import Admins
 from app.turn.fields import BodyHints
 from app.turn.kept import Kept, use_of
@@ -19,7 +22,11 @@ from app.turn.request import Request
 
 _encode_json = msgspec.json.Encoder().encode
 _NO_HINTS = BodyHints()
-_HOW = {"degraded": "degraded", "store": "stored"}
+_MOST_ENDED = 256
+"""Of the models that not all workers serve, for how many a final looks whether its session has a claim beside its own,
+and for how many of those it asks the store."""
+_MOST_ASKED = 32
+_HOW = {"degraded": "degraded", "unreadable": "degraded", "store": "stored"}
 """What a turn would be told of a session that is known from there; from anywhere else: cached."""
 
 
@@ -69,21 +76,68 @@ class Routing:
         affinity: Affinity,
         hasher: KeyHasher,
         metrics: Metrics,
+        catalog: Catalog | None = None,
         admins: Admins | None = None,
         rules: Rules | None = None,
     ) -> None:
-        """Left out: admins from this machine, hard affinity."""
+        """Left out: every worker serves every model, admins from this machine, hard affinity."""
         self._fleet, self._policy, self._affinity, self._hasher = fleet, policy, affinity, hasher
         self._metrics = metrics
+        self._catalog = catalog or Catalog.off(fleet)
+        self.serving = self._catalog.serving
         self._admins = admins or Admins()
         self._rules = rules or Rules()
 
-    def session(self, request: Request) -> Binding | None:
+    def session(self, request: Request) -> Hold | None:
         """The session of a turn, not bound yet; None: it has none."""
         identity = request.identity
         if identity.session is None:
             return None
-        return self._affinity.session(self._hasher.key(request.tenant, *identity.session), final=identity.final)
+        binding = self._affinity.session(self._hasher.key(request.tenant, *identity.session), final=identity.final)
+        if identity.final and self._catalog.partial:
+            return Spread(self._affinity, binding, lambda: self._ending_with(request, binding))
+        return binding
+
+    def beside(self, request: Request) -> Binding:
+        """The claim that the turn's session has for its model, which the session's own worker does not serve; not bound
+        yet."""
+        key = self._key_beside(request, request.fields.model or "")
+        return self._affinity.session(key, final=request.identity.final)
+
+    def spread(self, session: Hold, beside: Binding) -> Spread:
+        """A turn's hold on both."""
+        return Spread(self._affinity, session, beside=beside)
+
+    def _key_beside(self, request: Request, model: str) -> str:
+        """No session has it: no part of a session's id is empty."""
+        session = request.identity.session or ()
+        return self._hasher.key(request.tenant, *session, b"", b"model", model.encode("utf-8", "surrogatepass"))
+
+    def _ending_with(self, request: Request, own: Binding) -> list[str]:
+        """The keys of the claims that may stand beside a session's own, which ends: those that are known here, and
+        those of models that its own worker does not serve."""
+        asked = 0
+        keys = []
+        for model in self._catalog.partial[:_MOST_ENDED]:
+            key = self._key_beside(request, model)
+            if not self._affinity.knows(key):
+                serving = self.serving(model)
+                if asked >= _MOST_ASKED or serving is None or own.worker_name in serving:
+                    continue
+                asked += 1
+            keys.append(key)
+        return keys
+
+    async def learn(self, request: Request) -> frozenset[str] | None:
+        """The names of the workers that serve the request's model, which nobody is known to; None: all. To be run in a
+        task. Raises TurnError."""
+        return await self._catalog.learn(request.fields.model or "")
+
+    def check_hint(self, request: Request, hint: Hint | None, among: frozenset[str]) -> None:
+        """Raises TurnError when the client has named a worker that does not serve its model."""
+        if hint is not None and hint.worker is not None and hint.worker not in among:
+            message = f"the worker {hint.worker} does not serve the model {request.fields.model!r}"
+            raise TurnError("unknown_worker", message, param=WORKER_HINT)
 
     def kept(self, request: Request, exchange: Exchange) -> Kept | None:
         """The turn's part in what workers keep; None: it has none."""
@@ -118,12 +172,19 @@ class Routing:
             raise TurnError("unknown_worker", message, param=WORKER_HINT)
         return Hint(name, rank, targets)
 
-    def placement(self, request: Request, hint: Hint | None, kept: Target | None = None) -> Placement:
-        """How the request's session is to be placed where no claim stands. `kept`: where what it names is kept."""
+    def placement(
+        self,
+        request: Request,
+        hint: Hint | None,
+        kept: Target | None = None,
+        among: frozenset[str] | None = None,
+    ) -> Placement:
+        """How the request's session is to be placed where no claim stands. `kept`: where what it names is kept;
+        `among`: the names of the workers that serve its model, None: all."""
         if kept is not None:
             return Placement(candidates=(kept,))
         if hint is not None and hint.targets:
-            return Placement(candidates=hint.targets)
+            return Placement(candidates=hint.targets, among=among)
         refusal = None
         if hint is not None:
             refusal = _needs_worker()
@@ -131,20 +192,24 @@ class Routing:
             refusal = hint_required()
         parent = request.identity.parent
         key = None if parent is None else self._hasher.key(request.tenant, *parent)
-        return Placement(parent=key, refusal=refusal)
+        return Placement(parent=key, refusal=refusal, among=among)
 
-    def without_session(self, hint: Hint | None, lost: frozenset[str] = frozenset()) -> Decision:
+    def without_session(
+        self, hint: Hint | None, lost: frozenset[str] = frozenset(), among: frozenset[str] | None = None
+    ) -> Decision:
         """For a turn that has no session, or must go on at a worker that is not `lost`. Raises TurnError."""
         if hint is not None and not lost:
             if not hint.targets:
                 raise _needs_worker()
             return Decision(least_loaded(hint.targets), "none", "hint")
-        candidates = self._fleet.candidates(lost)
+        candidates = self._fleet.candidates(lost, among)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return Decision(self._policy(candidates), "none", "policy")
 
-    def of_session(self, bound: Target, how: str, because: str, hint: Hint | None) -> Decision:
+    def of_session(
+        self, bound: Target, how: str, because: str, hint: Hint | None, among: frozenset[str] | None = None
+    ) -> Decision:
         """For a turn whose session is at `bound`. Raises TurnError when that contradicts the hint and may not."""
         overrides = hint is not None and not hint.fits(bound)
         if overrides and self._rules.reject_conflicts:
@@ -152,7 +217,8 @@ class Routing:
         limit = self._rules.soft_overload
         if 0 < limit <= bound.in_flight:
             # Soft affinity: this one turn may go to a target that is not overloaded, if there is one. The claim stays.
-            free = [t for t in self._fleet.candidates() if t is not bound and t.in_flight < limit]
+            candidates = self._fleet.candidates(among=among)
+            free = [t for t in candidates if t is not bound and t.in_flight < limit]
             if free:
                 return Decision(least_loaded(free), "bypassed", "overload", overrides)
         return Decision(bound, how, because, overrides)
@@ -160,22 +226,31 @@ class Routing:
     async def explain(self, request: Request, hint: Hint | None, kept: str | None = None) -> bytes:
         """The decision that the turn would get, as JSON, with the session's key and the revision of the claim that
         stands. Nothing is claimed, renewed or counted. `kept`: the key of what the turn names. Raises TurnError."""
-        session = request.identity.session
+        session, model = request.identity.session, request.fields.model
+        among = self.serving(model) if model else None
+        if among is not None:
+            if not among:
+                among = await self.learn(request)
+            if among is not None:
+                self.check_hint(request, hint, among)
         view = None if kept is None else await self._affinity.look_up(kept)
         if kept is not None and view is not None and view.target is not None:
             key, claim = kept, view.claim
             decision = Decision(view.target, _HOW.get(view.source, "cached"), "kept")
         elif session is None:
             key, claim = None, None
-            decision = self.without_session(hint)
+            decision = self.without_session(hint, among=among)
         else:
             key = self._hasher.key(request.tenant, *session)
             view = await self._affinity.look_up(key)
-            claim = view.claim
-            if view.target is not None:
-                decision = self.of_session(view.target, _HOW.get(view.source, "cached"), view.source, hint)
+            if among is not None and view.target is not None and view.target.worker.name not in among:
+                key = self._key_beside(request, model or "")
+                view = await self._affinity.look_up(key)
+            claim, there = view.claim, view.target
+            if there is not None and (among is None or there.worker.name in among):
+                decision = self.of_session(there, _HOW.get(view.source, "cached"), view.source, hint, among)
             else:
-                target, because = await self._affinity.choose(self.placement(request, hint))
+                target, because = await self._affinity.choose(self.placement(request, hint, among=among))
                 decision = Decision(target, "created" if claim is None else "rebound", because)
         return _encode_json(
             {

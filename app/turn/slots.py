@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from app.fleet.capacity import Bounds, Capacity, Slot
+from app.fleet.capacity import ANYTHING, Bounds, Capacity, Choice, Slot
 from app.fleet.workers import Target
 from app.turn.presence import Presence
 
@@ -38,18 +38,17 @@ class Slots:
         self._slot = slot = self._capacity.take(self._tenant, target)
         return slot is not None
 
-    async def wait(
-        self, target: Target | None, lost: frozenset[str] = frozenset(), *, stays: bool = False
-    ) -> Target | None:
-        """Wait in place for a slot at `target`, or (None) at any that is not of a worker in `lost`. Returns where it is
-        held then; None when the worker of `target` is lost: unless it `stays`, told once in a turn.
-        Raises Full or ClientDisconnected."""
+    async def wait(self, target: Target | None, choice: Choice = ANYTHING, *, stays: bool = False) -> Target | None:
+        """Wait in place for a slot at `target`, or (None) at any of the `choice`; one that is held elsewhere is given
+        back. Returns where it is held then; None when the worker of `target` is lost and the choice has another one:
+        unless it `stays`, told once in a turn. Raises Full or ClientDisconnected."""
+        self.give_back()
         self._until = self._until or self._presence.loop.time() + self._bounds.wait
         capacity = self._capacity
         waiter = capacity.wait(
             self._tenant,
             target,
-            lost=lost,
+            choice=choice,
             began=self._began,
             until=self._until,
             stays=stays or self._stays,

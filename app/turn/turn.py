@@ -9,6 +9,7 @@ connections and claims are released by plain `finally`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Coroutine
@@ -17,14 +18,15 @@ from typing import Any
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
-from app.fleet.capacity import Bounds, Capacity, Full
+from app.fleet.capacity import Bounds, Capacity, Choice, Full
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
-from app.sessions.affinity import Binding, Placement
+from app.sessions.resolver import Placement
+from app.sessions.spread import Hold
 from app.turn.answer import Answer
 from app.turn.kept import Kept
 from app.turn.presence import Presence
@@ -70,10 +72,14 @@ class Turns:
     """The turns that are running."""
 
     def __init__(self, shared: Shared) -> None:
-        self._shared = shared
         self._running: set[Turn] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self.share(shared)
+
+    def share(self, shared: Shared) -> None:
+        """What turns that begin from now on share; those that run keep what they have."""
+        self.shared = shared
         limits = shared.limits
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 1.0
@@ -90,7 +96,7 @@ class Turns:
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
 
-        turn = Turn(self._shared, self._running, loop, exchange, over)
+        turn = Turn(self.shared, self._running, loop, exchange, over)
         self._running.add(turn)
         if self._sweeper is None:
             self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)
@@ -111,7 +117,9 @@ class Turn:
     asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
     """
 
-    _binding: Binding | None = None
+    _binding: Hold | None = None
+    _among: frozenset[str] | None = None
+    """The names of the workers that serve its model; None: all do, or it names none."""
     _hint: Hint | None = None
     _kept: Kept | None = None
     _slots: Slots | None = None
@@ -192,13 +200,18 @@ class Turn:
         """Decide the target: where what it names is kept, else the session's claim, else the client's hint, else the
         policy's choice."""
         routing, binding, kept = self._shared.routing, self._binding, self._kept
+        model = self._request.fields.model
+        if model and (among := routing.serving(model)) is not None:
+            await self._narrow(among)
         maker: Target | None = None
         if kept is not None:
             await kept.find(self._presence)
             maker = kept.target
         if binding is not None:
             if not binding.bind_cached():
-                await self._bind(binding.bind, routing.placement(self._request, self._hint, maker))
+                await self._bind(binding.bind, routing.placement(self._request, self._hint, maker, self._among))
+            if self._among is not None and maker is None and binding.target.worker.name not in self._among:
+                binding = await self._go_beside(binding, self._among)
             health = binding.target.worker.health
             if health.evicting or not binding.target.worker.known:
                 await self._leave(binding)
@@ -208,9 +221,9 @@ class Turn:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
             self._note_unnamed()
-            self._go(routing.without_session(self._hint))
+            self._go(routing.without_session(self._hint, among=self._among))
         else:
-            self._go(routing.of_session(binding.target, binding.how, "memory", self._hint))
+            self._go(routing.of_session(binding.target, binding.how, "memory", self._hint, self._among))
 
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
@@ -350,6 +363,26 @@ class Turn:
 
     # -- steps of it
 
+    async def _narrow(self, among: frozenset[str]) -> None:
+        """Not every worker serves its model: these do, as far as is known. Raises TurnError when nobody does."""
+        routing, request = self._shared.routing, self._request
+        self._among = among or await self._presence.unless_gone(routing.learn(request))
+        if self._among is not None:
+            routing.check_hint(request, self._hint, self._among)
+
+    async def _go_beside(self, session: Hold, among: frozenset[str]) -> Hold:
+        """The session is at a worker that does not serve the turn's model: it has a claim beside its own for that.
+        Raises TurnError."""
+        routing, request = self._shared.routing, self._request
+        beside = routing.beside(request)
+        self._binding = spread = routing.spread(session, beside)
+        if not beside.bind_cached():
+            await self._bind(beside.bind, routing.placement(request, self._hint, among=among))
+        worker = beside.target.worker.name
+        if self._among is not None and worker not in self._among:  # it served the model once
+            await self._rebind(spread, frozenset({worker}))
+        return spread
+
     def _go(self, decision: Decision) -> None:
         self._decision = decision
         metrics = self._shared.metrics
@@ -380,7 +413,7 @@ class Turn:
         if kept is None or not kept.asks or self._binding is not None or self._hint is not None or request.once:
             return False
         try:
-            self._go(self._shared.routing.without_session(None, asked))
+            self._go(self._shared.routing.without_session(None, asked, self._among))
         except TurnError:
             return False
         return True
@@ -394,8 +427,8 @@ class Turn:
 
     async def _is_taken_elsewhere(self, busy: frozenset[str]) -> bool:
         """The workers in `busy` have answered 503. Whether there is another one: then the turn goes there."""
-        fleet = self._shared.fleet
-        if not fleet.has_other(busy) or all(target.full for target in fleet.candidates(busy)):
+        fleet, among = self._shared.fleet, self._among
+        if not fleet.has_other(busy, among) or all(target.full for target in fleet.candidates(busy, among)):
             return False
         try:
             await self._take(busy, waits=False)
@@ -403,10 +436,10 @@ class Turn:
             return False
         return True
 
-    async def _leave(self, binding: Binding) -> None:
+    async def _leave(self, binding: Hold) -> None:
         """The session's worker is down, or gone: it moves, if there is a worker that is not."""
         lost = frozenset({binding.target.worker.name})
-        if (self._kept is None or self._kept.target is None) and self._shared.fleet.has_other(lost):
+        if (self._kept is None or self._kept.target is None) and self._shared.fleet.has_other(lost, self._among):
             try:
                 await self._rebind(binding, lost)
             except Full:
@@ -414,10 +447,10 @@ class Turn:
             except TurnError:
                 pass  # it stays where it is, and is told what comes of it
 
-    async def _rebind(self, binding: Binding, lost: frozenset[str], *, waits: bool = True) -> None:
+    async def _rebind(self, binding: Hold, lost: frozenset[str], *, waits: bool = True) -> None:
         """Raises TurnError."""
         left = binding.target.worker
-        placement = self._shared.routing.placement(self._request, self._hint)
+        placement = self._shared.routing.placement(self._request, self._hint, among=self._among)
         await self._bind(functools.partial(binding.rebind, lost), placement, lost, waits=waits)
         if binding.target.worker is not left:
             left.cells.moved_from += 1
@@ -428,7 +461,7 @@ class Turn:
         TurnError."""
         routing, binding = self._shared.routing, self._binding
         if binding is None:
-            self._go(routing.without_session(self._hint, lost))
+            self._go(routing.without_session(self._hint, lost, self._among))
         elif binding.target.worker.name not in lost:  # it was passed over for the one that is lost
             self._go(Decision(binding.target, "cached", "memory"))
         else:
@@ -454,12 +487,11 @@ class Turn:
         at_maker = kept is not None and kept.target is not None
         self._decision = None  # no worker is given it while it waits
         if binding is None and self._hint is None and not at_maker:
-            target = await slots.wait(None, lost)
-            assert target is not None
+            target = await self._wait_anywhere(slots, lost)
             self._decision = Decision(target, decision.how, decision.because)
             return
         moves = binding is not None and decision.target is binding.target and not at_maker
-        if await slots.wait(decision.target, stays=not moves) is None and binding is not None:
+        if await slots.wait(decision.target, self._choice(lost), stays=not moves) is None and binding is not None:
             await self._leave(binding)
             if binding.target is not decision.target:
                 self._go(Decision(binding.target, binding.how, "memory"))
@@ -484,8 +516,24 @@ class Turn:
             except Full:
                 if slots is None or not waits:
                     raise
-        target = await slots.wait(None, lost)
-        await self._claim(work(msgspec.structs.replace(placement, slot=target)))
+        while True:
+            target = await self._wait_anywhere(slots, lost)
+            with contextlib.suppress(Full):  # its worker left just then
+                await self._claim(work(msgspec.structs.replace(placement, among=self._among, slot=target)))
+                return
+
+    async def _wait_anywhere(self, slots: Slots, lost: frozenset[str]) -> Target:
+        """Where a slot is held now. Raises TurnError or ClientDisconnected."""
+        target = await slots.wait(None, self._choice(lost))
+        assert target is not None
+        model = self._request.fields.model
+        serving = self._shared.routing.serving(model) if model else None
+        if serving is None or serving:  # as it is now: that worker may have come since
+            self._among = serving
+        return target
+
+    def _choice(self, lost: frozenset[str]) -> Choice:
+        return Choice(lost, self._request.fields.model or None, self._among)
 
     async def _claim(self, work: Coroutine[Any, Any, None]) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody

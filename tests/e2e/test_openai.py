@@ -158,7 +158,7 @@ async def test_the_answer_says_where_it_came_from_and_the_worker_agrees(
 # --- what does not ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_model_is_the_worker_s_answer(aclient: AsyncOpenAI) -> None:
+async def test_an_unknown_model_is_not_found(aclient: AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="The model `gpt-0` does not exist") as caught:
         await aclient.chat.completions.create(model="gpt-0", messages=SAY_HELLO)
     assert caught.value.code == "model_not_found"

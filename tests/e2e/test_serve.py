@@ -19,7 +19,8 @@ import httpx
 import pytest
 
 from app import children
-from app.config import Settings
+from app.config import Settings, read_settings
+from app.reloading import Rereading
 from app.serve import listen
 from app.serve import serve as serve_here
 
@@ -33,7 +34,7 @@ class Router:
         self._worker = socket.create_server(("127.0.0.1", 0))
         worker = f"http://127.0.0.1:{self._worker.getsockname()[1]}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port", "0", "--worker", worker, *arguments],
+            [sys.executable, "-m", "app", "serve", "--port=0", "--probe-path=off", "--worker", worker, *arguments],
             stderr=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -181,10 +182,12 @@ def test_processes_that_cannot_start_end_the_whole(monkeypatch: pytest.MonkeyPat
     def start(*_: object, **__: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    flags = {"host": "127.0.0.1", "port": "0", "processes": "2", "claims": "file:///unused"}
+    rereading = Rereading(Settings.flat(**flags), lambda: read_settings(flags), None)
     monkeypatch.setattr(children, "start", start)
     try:
-        assert serve_here(Settings.flat(host="127.0.0.1", port=0, processes=2, claims="file:///unused")) == 1
+        assert serve_here(rereading) == 1
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -91,6 +91,7 @@ def running(module_processes: Processes) -> Fleet:
         "--probe-interval=0.4",
         "--probe-timeout=1",
         "--slow-start=1",
+        "--store-deadline=20",  # a busy machine is no outage of the store
     ]
     return Fleet(workers, module_processes.replicas(2, workers, module_processes.folder / "claims", *options))
 

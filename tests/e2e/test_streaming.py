@@ -59,9 +59,12 @@ def setup(module_processes: Processes) -> Iterator[Setup]:
         plain = f"--worker=http://127.0.0.1:{http.getsockname()[1]},name=http"
         secure = f"--worker=https://127.0.0.1:{https.getsockname()[1]},name=https"
         claims = f"--claims=file://{folder}/claims"
+        unasked = "--probe-path=off"  # between the tests nobody answers there
         limits = [f"--first-byte-timeout={PATIENCE}", f"--idle-timeout={PATIENCE}"]
         usual, hasty, wary = module_processes.replicas_with(
-            [claims, plain, secure, f"--worker-ca={certificate}"], [claims, plain, *limits], [claims, secure]
+            [claims, plain, secure, f"--worker-ca={certificate}", unasked],
+            [claims, plain, *limits, unasked],
+            [claims, secure, unasked],
         )
         yield Setup(usual, hasty, wary, http, https, tls)
 

@@ -29,7 +29,7 @@ def listener() -> Iterator[socket.socket]:
 @pytest.fixture(scope="module")
 def replica(module_processes: Processes, listener: socket.socket) -> Replica:
     worker = f"--worker=http://127.0.0.1:{listener.getsockname()[1]},name=w"
-    [replica] = module_processes.replicas_with([worker, "--claims=memory://"])
+    [replica] = module_processes.replicas_with([worker, "--claims=memory://", "--probe-path=off"])
     return replica
 
 

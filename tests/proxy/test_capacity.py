@@ -89,6 +89,10 @@ def turn(b: Bench, number: int = 0, *headers: tuple[bytes, bytes], **how: Any) -
     return b.request((b"x-n", b"%d" % number), *headers, **how).start()
 
 
+def asking(model: str) -> bytes:
+    return b'{"model":"%b"}' % model.encode()
+
+
 def keys() -> Reading:
     return Reading(tenants=Tenants({hashlib.sha256(key).hexdigest(): name for name, key in KEYS.items()}))
 
@@ -314,6 +318,61 @@ async def test_turns_that_wait_for_a_worker_that_goes_down_move_on() -> None:
         assert got.headers[b"x-coatcheck-affinity"] == b"rebound"
         first.leave()
         await first.finish()
+
+
+@pytest.mark.parametrize("session", [(), (SESSION,)])
+async def test_a_turn_that_waits_takes_no_slot_where_its_model_is_not_served(session: Any) -> None:
+    """Not one that is there, not one that is given back, and not of a worker that comes without it; but of one that
+    comes to serve it."""
+    one, two = Holding(), Holding()
+    async with bench(one, two, max_turns=1, models=["a", "b"]) as b:
+        calls = [turn(b, 0, body=asking("a"))]
+        await until(lambda: one.running)
+        calls.append(turn(b, 1, *session, body=asking("a")))
+        await until(lambda: waiting(b) == 1)
+        calls += [turn(b, 2, body=asking("b")), turn(b, 3, body=asking("b"))]
+        await until(lambda: two.running and waiting(b) == 2)
+        two.go()
+        await until(lambda: two.served == [b"2", b"3"])  # though the other has waited longer
+        two.go()
+        await until(lambda: not two.running)
+        await asyncio.sleep(0.25)  # a look at what nobody tells, or two
+        assert (waiting(b), two.served) == (1, [b"2", b"3"])
+        b.serves(1, "a", "b")
+        await until(lambda: two.served == [b"2", b"3", b"1"])
+        one.go_on()
+        two.go_on()
+        assert [(await call.finish()).status for call in calls] == [200] * 4
+        assert one.served == [b"0"]
+
+
+async def test_the_session_of_a_lost_worker_waits_on_where_no_other_serves_its_model() -> None:
+    one, two = Holding(), Holding()
+    async with bench(one, two, max_turns=1, models=["a", "b"]) as b:
+        calls = [turn(b, 0, SESSION, body=asking("a"))]
+        await until(lambda: one.running)
+        calls.append(turn(b, 1, SESSION, body=asking("a")))
+        await until(lambda: waiting(b) == 1)
+        b.worker(0).health.unreachable("refused", refused=True)
+        await asyncio.sleep(0.25)  # a look or two
+        assert (waiting(b), two.served) == (1, [])
+        one.go_on()
+        assert [(await call.finish()).status for call in calls] == [200] * 2
+
+
+async def test_a_session_waits_for_the_claim_beside_its_own_among_those_that_serve_the_model() -> None:
+    one, two = Holding(), Holding()
+    async with bench(one, two, max_turns=1, models=["a", "b"]) as b:
+        one.go()
+        await turn(b, 0, SESSION, body=asking("a")).finish()
+        calls = [turn(b, 1, body=asking("b"))]
+        await until(lambda: two.running)
+        calls.append(turn(b, 2, SESSION, body=asking("b")))
+        await until(lambda: waiting(b) == 1)
+        assert not one.running
+        two.go_on()
+        assert [(await call.finish()).status for call in calls] == [200] * 2
+        assert (one.served, two.served) == ([b"0"], [b"1", b"2"])
 
 
 async def test_a_worker_that_dies_under_a_full_queue() -> None:

@@ -177,3 +177,84 @@ async def test_with_which_key_workers_are_asked(tmp_path: Path) -> None:
                 for target in (b"/v1/models", b"/v1/models/good", b"/v1/models/x/ready"):
                     assert code(await asked(live, get(target))) == (401, "invalid_api_key")
                 assert len(worker.requests) == 2
+
+
+# -- from memory, and aliases
+
+ASKED: dict[str, Any] = {"models_interval": 30}
+
+
+def counts(worker: Any) -> int:
+    return len(worker.requests)
+
+
+async def test_lists_are_answered_from_memory_whatever_became_of_the_workers() -> None:
+    entry = {"id": "org/m", "max_model_len": 4096, "parent": None}
+    async with fleet(tells(says(200, json.dumps({"data": [entry]}).encode())), tells(named("b")), **ASKED) as (
+        live,
+        workers,
+    ):
+        await until(lambda: _remembers(live, workers))
+        before = [*map(counts, workers)]
+        for worker in workers:
+            await worker.die()
+        assert json.loads((await asked(live, get(b"/v1/models"))).body)["data"][0] == entry
+        for target in (b"/v1/models/org/m", b"/v1/models/org%2Fm", b"/v1/models/org%2fm"):
+            answer = await asked(live, get(target))
+            assert (answer.status, json.loads(answer.body)) == (200, entry)
+        assert [*map(counts, workers)] == before
+
+
+async def _remembers(live: Live, workers: list[Any]) -> bool:
+    """Everything: nobody is asked for the list."""
+    before = [*map(counts, workers)]
+    return (await asked(live, get(b"/v1/models"))).status == 200 and [*map(counts, workers)] == before
+
+
+async def _knows(live: Live, models: list[str]) -> bool:
+    answer = await asked(live, get(b"/v1/models"))
+    return answer.status == 200 and listed(answer.body) == models
+
+
+async def test_a_worker_that_shows_its_list_to_clients_keys_only_is_asked_with_them() -> None:
+    async def keyed(peer: Peer, request: Request) -> None:
+        await peer.send(named("theirs") if said(request, b"authorization") else says(401, b"who?"))
+
+    async with fleet(to_each(keyed), to_each(_good), **ASKED) as (live, (worker, _)):
+        await until(lambda: counts(worker))
+        await until(lambda: _knows(live, ["good"]))
+        answer = await asked(live, get(b"/v1/models", b"authorization: Bearer sk"))
+        assert sorted(listed(answer.body)) == ["good", "theirs"]
+        assert await _knows(live, ["good"]), "what one client was shown is nobody else's"
+
+
+async def _takes(peer: Peer, request: Request) -> None:
+    await peer.send(named("qwen", "b") if request.target == b"/v1/models" else says(200, b"{}"))
+
+
+@pytest.mark.parametrize("settings", [{}, ASKED], ids=["any", "asked"])
+async def test_an_alias_is_replaced_in_requests_and_listed(settings: dict[str, Any]) -> None:
+    async with fleet(to_each(_takes), model_alias=("small=qwen", "gone=away"), **settings) as (live, (worker,)):
+
+        async def sent(body: bytes, *headers: bytes, kind: bytes = b"application/json") -> Any:
+            lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: r.example", b"content-type: " + kind, *headers]
+            if not headers:
+                lines.append(b"content-length: %d" % len(body))
+            assert (await asked(live, b"\r\n".join([*lines, b"", body]))).status == 200
+            return worker.requests[-1]
+
+        request = await sent(b'{"model": "small", "x": {"model": "small"}, "y": "\\u00e9 1.50"}')
+        assert request.body == b'{"model": "qwen", "x": {"model": "small"}, "y": "\\u00e9 1.50"}'
+        assert said(request, b"content-length") == [b"%d" % len(request.body)]
+        chunked = b'10\r\n{"model":"small"\r\n1\r\n}\r\n0\r\n\r\n'
+        assert (await sent(chunked, b"transfer-encoding: chunked")).body == b'{"model":"qwen"}'
+        wide = '{"model":"small","x":NaN}'.encode("utf-16")
+        assert (await sent(wide)).body.decode("utf-16") == '{"model": "qwen","x":NaN}'.replace(": ", ":")
+        form = b'--x\r\ncontent-disposition: form-data; name="model"\r\n\r\nsmall\r\n--x--\r\n'
+        assert (await sent(form, kind=b"multipart/form-data; boundary=x")).body == form
+        untouched = b'{"model":"qwen","x":"small"}'
+        assert (await sent(untouched)).body == untouched
+
+        entries = json.loads((await asked(live, get(b"/v1/models"))).body)["data"]
+        assert [(each["id"], each.get("root")) for each in entries] == [("qwen", None), ("b", None), ("small", "qwen")]
+        assert json.loads((await asked(live, get(b"/v1/models/small"))).body)["root"] == "qwen"

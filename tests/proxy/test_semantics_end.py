@@ -185,18 +185,24 @@ async def _(rooms: Rooms) -> None:
         assert await room.mark("s") == (successor.revision, successor.value.nonce)
 
 
-@says("While the store is away a final turn is answered all the same; the session ends when the store is back.")
+@says(
+    "While the store is away a final turn is answered all the same; the session ends when the store is back, also "
+    "where the replica had not known it."
+)
 async def _(rooms: Rooms) -> None:
     async with rooms.open(store_deadline=0.3) as room:
-        for name in ("s", "refused"):
-            await room.turn(name)
+        for name, at in (("s", 0), ("refused", 0), ("unknown", 1)):
+            await room.turn(name, at=at)
+        await asyncio.sleep(1.1)  # a claim says in which second it was made
         room.stores[0].go_away()
         assert (await room.turn("s", final=True)).status == 200
         assert (await room.turn("refused", final=True, headers=NOBODY)).status == 400
-        for name in ("s", "refused"):
+        ended = await room.turn("unknown", final=True)
+        assert (ended.status, ended.how) == (200, "degraded")
+        for name in ("s", "refused", "unknown"):
             assert await room.claim(name) is not None
         room.stores[0].return_()
-        for name in ("s", "refused"):
+        for name in ("s", "refused", "unknown"):
             await room.until_closed(name)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from collections import Counter
+from collections import Counter, deque
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from backends.base import OutcomeUnknown, StoreUnavailable
 from tests.support.raw import until
 from tests.support.room import JSON, Room, Rooms, Sentences, Turn
 
@@ -370,16 +372,17 @@ async def _(rooms: Rooms) -> None:
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=3) as room:
+        await room.turn("s", headers={AT: "w1"})
         for name in ("s", None):
             turn = await room.turn(name, headers={AT: "w1"}, test="drop")
             assert turn.refusal == (502, "worker_reset")
-        assert (len(room.served["w1"]), room.served_count) == (2, 2)
+        assert (len(room.served["w1"]), room.served_count) == (3, 3)
         moved = await room.turn("s", test="crash:w1")
         assert (moved.status, moved.how) == (200, "rebound")
         claim = await room.claim("s")
         assert claim is not None
         assert claim.value.worker == moved.worker
-        assert (len(room.served["w1"]), room.served_count) == (3, 4)
+        assert (len(room.served["w1"]), room.served_count) == (4, 5)
     async with rooms.open(workers=3) as room:
         assert (await room.turn("t", test="crash:w0,w1,w2")).refusal == (502, "workers_died")
         assert room.served_count == 2
@@ -400,6 +403,144 @@ async def _(rooms: Rooms) -> None:
         assert claim.value.worker == "elsewhere-6"
         assert (await room.turn("other")).status == 200
         assert (await room.turn("s", at=1)).how == "rebound"
+
+
+# -- when its first turn fails
+
+
+@says(
+    "A first turn that is answered 408, 409, 425, 429 or 5xx, or not at all, leaves no claim: the next try may go "
+    "elsewhere."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(workers=3) as room:
+        for test in ("408", "409", "425", "429", "500", "503", "drop"):
+            for final in (False, True):
+                turn = await room.turn("s", final=final, test=test, headers={AT: "w1"})
+                assert (turn.worker, turn.how) == ("w1", "created")
+                await room.until_closed("s")
+        silent = room.start("s", test="silent", headers={AT: "w1"})
+        await until(lambda: any(seen.get("x-test") == "silent" for seen in room.worker("w1").turns))
+        silent.leave()
+        await silent.finish()
+        await room.until_closed("s")
+        again = await room.turn("s", headers={AT: "w2"})
+        assert (again.worker, again.how) == ("w2", "created")
+
+
+@says(
+    "If another turn of the session has been answered by then, the claim stays; if one is still running here, that one "
+    "decides."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(workers=3) as room:
+        for other, stands in (("200", True), ("500", False)):
+            first = room.start("s", test="silent", headers={AT: "w1"})
+            await until(lambda: any(seen.get("x-test") == "silent" for seen in room.worker("w1").turns))
+            assert (await room.turn("s", test=other)).worker == "w1"
+            first.leave()
+            await first.finish()
+            await room.rest()
+            assert (await room.claim("s") is not None) is stands
+            await room.turn("s", final=True)
+            room.worker("w1").turns.clear()
+        first = room.start("s", test="silent", headers={AT: "w1"})
+        await until(lambda: any(seen.get("x-test") == "silent" for seen in room.worker("w1").turns))
+        running = await room.held("s")
+        first.leave()
+        await first.finish()
+        assert await room.claim("s") is not None
+        room.release()
+        await running.finish()
+        await room.rest()
+        assert await room.claim("s") is not None
+
+
+# -- when the store does not answer
+
+
+@says(
+    "One call that fails or hangs moves nobody: it is tried again, and the store is away only when its checks fail too."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(store_deadline=1.2) as room:
+        store = room.stores[0]
+        store.deadline = 1.2
+        calls = itertools.count()
+        store.hangs = lambda op: op != "check" and next(calls) % 3 == 0
+        turns = [await room.turn(room.new()) for _ in range(6)]
+        assert {turn.how for turn in turns} == {"created"}
+        store.hangs = None
+        store.next_faults["create"] = deque([StoreUnavailable("no"), OutcomeUnknown("who knows")])
+        assert (await room.turn("s")).how == "created"
+        store.go_away()
+        assert (await room.turn("t")).how == "degraded"
+        store.return_()
+
+
+@says("While the store is away, known sessions go on, and others go where a hash says, the same at every replica.")
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(workers=3, store_deadline=0.3) as room:
+        known = {name: (await room.turn(name)).worker for name in ("a", "b", "c")}
+        for store in room.stores:
+            store.go_away()
+        for name, worker in known.items():
+            assert (await room.turn(name)).worker == worker
+        for _ in range(10):
+            name = room.new()
+            one, two = [await room.turn(name, at=at) for at in (0, 1)]
+            assert (one.worker, one.how) == (two.worker, two.how) == (one.worker, "degraded")
+        for store in room.stores:
+            store.return_()
+
+
+@says(
+    "A session that was served while the store was away stays there when it is back, also where the store has done "
+    "late what a replica had given up, and where its worker had died meanwhile."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(workers=3, store_deadline=0.3) as room:
+        names = [room.new() for _ in range(12)]
+        bound = {name: (await room.turn(name, headers={AT: "w1"})).worker for name in ("x", "y")}
+        for store in room.stores:
+            store.deadline = 0.3
+            store.freeze()
+        first = [room.start(name) for name in names]
+        for turn in first:
+            await turn.finish()
+        served = {name: {(await room.turn(name, at=at)).worker for at in (0, 1)} for name in names}
+        assert {len(workers) for workers in served.values()} == {1}
+        await room.worker("w1").die()
+        for name in bound:
+            served[name] = {(await room.turn(name)).worker}
+            assert served[name] != {"w1"}
+        for store in room.stores:
+            store.thaw()
+        await until(lambda: all(app.affinity.state.value == "up" for app in room.replicas))
+        for at in (0, 1, 0):
+            for name, workers in served.items():
+                if workers != {"w1"}:
+                    assert {(await room.turn(name, at=at)).worker} == workers
+            await asyncio.sleep(0.5)
+        await room.rest()
+
+
+@says(
+    "A record that cannot be read costs its own session alone, which goes where the hash says until an admin closes it."
+)
+async def _(rooms: Rooms) -> None:
+    async with rooms.open(workers=3) as room:
+        for store in room.stores:
+            store.garbage = room.stores[0].garbage
+        room.stores[0].garbage[room.key("s")] = 7
+        places = {(await room.turn("s", at=at, final=final)).worker for at in (0, 1) for final in (False, True)}
+        assert len(places) == 1
+        assert (await room.turn("t")).how == "created"
+        assert (await room.turn("t", at=1)).how == "stored"
+        async with room.admin() as client:
+            assert (await client.get("/admin/session", params={"session": "s"})).json()["source"] == "unreadable"
+            assert (await client.delete("/admin/session", params={"session": "s"})).json()["outcome"] == "closed"
+        assert (await room.turn("s")).how == "created"
 
 
 # -- soft affinity

@@ -96,7 +96,10 @@ OPERATIONS = [
     ("GET", "/admin/session"),
     ("DELETE", "/admin/session"),
     ("GET", "/admin/sessions"),
+    ("GET", "/admin/replicas"),
     ("GET", "/admin/workers"),
+    ("POST", "/admin/workers"),
+    ("POST", "/admin/workers/{name}/{word}"),
 ]
 
 

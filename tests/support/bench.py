@@ -9,14 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
 
 from app.fleet.capacity import Bounds, Capacity
+from app.fleet.catalog import Catalog
+from app.fleet.models import ModelLists
 from app.fleet.policies import Policy, least_loaded
-from app.fleet.workers import Fleet, Worker, make_worker
+from app.fleet.workers import Fleet, Worker, WorkerSpec, make_worker
 from app.http.client import ClientLimits, client_protocol
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
@@ -52,9 +55,11 @@ class Bench:
         max_turns: int = 0,
         ranks: int = 0,
         bounds: Bounds | None = None,
+        models: Sequence[str] = (),
         tls: Any = None,
         **affinity: Any,
     ) -> None:
+        """`models`: the one that each worker serves; none: all serve any."""
         self.store = store or ScriptedStore(MemoryStore())
         self.metrics = Metrics()
         self.fleet = Fleet(
@@ -65,7 +70,7 @@ class Bench:
                 idle_limit=idle_limit,
                 max_turns=max_turns,
                 ranks=ranks,
-                tls=tls,
+                tls=lambda: tls,
             )
             for number, url in enumerate(urls)
         )
@@ -74,13 +79,31 @@ class Bench:
             self.store, self.fleet, policy, self.metrics, replica="r1", ttl=1800.0, **({"close_limit": 5.0} | affinity)
         )
         self.hasher = KeyHasher()
+        self.catalog = Catalog(
+            self.fleet, ModelLists(self.fleet, ssl.create_default_context), list, interval=60 if models else 0
+        )
+        for number, model in enumerate(models):
+            self.serves(number, model)
         routing = Routing(
-            fleet=self.fleet, policy=policy, affinity=self.affinity, hasher=self.hasher, metrics=self.metrics
+            fleet=self.fleet,
+            policy=policy,
+            affinity=self.affinity,
+            hasher=self.hasher,
+            metrics=self.metrics,
+            catalog=self.catalog,
         )
         self.capacity: Capacity | None = None
         if max_turns or bounds is not None:
             loop, rng = asyncio.get_running_loop(), random.Random(1)
-            self.capacity = Capacity(self.fleet, policy, self.metrics, bounds or Bounds(), loop=loop, rng=rng)
+            self.capacity = Capacity(
+                self.fleet,
+                policy,
+                self.metrics,
+                bounds or Bounds(),
+                serving=self.catalog.serving,
+                loop=loop,
+                rng=rng,
+            )
         shared = Shared(
             fleet=self.fleet,
             reading=reading or Reading(),
@@ -110,6 +133,12 @@ class Bench:
 
     def worker(self, number: int = 0) -> Worker:
         return list(self.fleet)[number]
+
+    def serves(self, number: int, *models: str) -> None:
+        """The worker serves these from now on."""
+        worker = self.worker(number)
+        worker.spec = WorkerSpec(name=worker.name, url=worker.url, models=models)
+        self.catalog.fleet_changed()
 
     def request(self, *headers: tuple[bytes, bytes], **settings: Any) -> Call:
         return Call(self.entrance, headers, **settings)

@@ -17,6 +17,7 @@ from backends.base import (
     Claim,
     ClaimOutcome,
     ClaimStore,
+    ClaimUnreadable,
     ClaimValue,
     CloseOutcome,
     Deleted,
@@ -109,6 +110,14 @@ class ScriptedStore:
         """Seconds that each call takes."""
         self.chance: Callable[[str], Fault | None] | None = None
         """Asked once per call and after it was done: a fault by chance."""
+        self.hangs: Callable[[str], bool] | None = None
+        """Asked once per call: one that hangs is never done, and given up after `deadline` seconds."""
+        self.deadline = 2.0
+        self.garbage: dict[str, int] = {}
+        """Keys at which stands what is no claim, with its revision."""
+        self._thawed: asyncio.Event | None = None
+        """None: not frozen."""
+        self._deliveries: set[asyncio.Task[Any]] = set()
         self.deaf = False
         """Deletes are not reported."""
         self.watch_fault: Fault | None = None
@@ -126,16 +135,18 @@ class ScriptedStore:
         return self._inner.registry
 
     async def create_or_get(self, key: str, proposal: ClaimValue, ttl: float) -> ClaimOutcome:
-        return await self._call("create", lambda: self._inner.create_or_get(key, proposal, ttl))
+        return await self._call(
+            "create", lambda: self._readable(key, lambda: self._inner.create_or_get(key, proposal, ttl))
+        )
 
     async def get(self, key: str) -> Claim | None:
-        return await self._call("get", lambda: self._inner.get(key))
+        return await self._call("get", lambda: self._readable(key, lambda: self._inner.get(key)))
 
     async def renew(self, claim: Claim, ttl: float) -> Claim:
         return await self._call("renew", lambda: self._inner.renew(claim, ttl))
 
     async def close(self, claim: Claim) -> CloseOutcome:
-        return await self._call("close", lambda: self._inner.close(claim))
+        return await self._call("close", lambda: self._close(claim))
 
     async def check(self) -> None:
         await self._call("check", self._inner.check)
@@ -162,7 +173,30 @@ class ScriptedStore:
     async def aclose(self) -> None:
         await self._inner.aclose()
 
+    async def _readable(self, key: str, call: Callable[[], Awaitable[T]]) -> T:
+        if key in self.garbage:
+            raise ClaimUnreadable(key, self.garbage[key], "garbage")
+        return await call()
+
+    async def _close(self, claim: Claim) -> CloseOutcome:
+        if claim.key not in self.garbage:
+            return await self._inner.close(claim)
+        if self.garbage[claim.key] != claim.revision:
+            return CloseOutcome.SUPERSEDED
+        del self.garbage[claim.key]
+        return CloseOutcome.CLOSED
+
     # -- the script
+
+    def freeze(self) -> None:
+        """No call is answered any more, and whoever calls gives up after `deadline`. What was asked is done by `thaw`
+        all the same, in its order, as by a server that was stopped and goes on."""
+        self._thawed = asyncio.Event()
+
+    def thaw(self) -> None:
+        assert self._thawed is not None
+        self._thawed.set()
+        self._thawed = None
 
     def hold(self, op: str) -> asyncio.Event:
         """Have every call of an operation wait, before it is done, for the event that is answered."""
@@ -194,6 +228,17 @@ class ScriptedStore:
         self.calls[op] += 1
         if self.jitter is not None:
             await asyncio.sleep(self.jitter())
+        if self.hangs is not None and self.hangs(op):
+            await asyncio.sleep(self.deadline)
+            raise StoreUnavailable("no answer") if op in ("get", "check") else OutcomeUnknown("no answer")
+        if self._thawed is not None:
+            delivery = asyncio.create_task(self._deliver(self._thawed, call))
+            self._deliveries.add(delivery)
+            delivery.add_done_callback(self._deliveries.discard)
+            await asyncio.wait({delivery}, timeout=self.deadline)
+            if not delivery.done():
+                raise OutcomeUnknown("no answer")
+            return delivery.result()
         if op in self.before:
             await self.before[op].wait()
         faults = self.next_faults.get(op)
@@ -214,6 +259,11 @@ class ScriptedStore:
             self.lost_replies[op] -= 1
             raise OutcomeUnknown("the reply was lost")
         return answer
+
+    @staticmethod
+    async def _deliver(thawed: asyncio.Event, call: Callable[[], Awaitable[T]]) -> T:
+        await thawed.wait()
+        return await call()
 
 
 def deleted(claim: Claim) -> Deleted:

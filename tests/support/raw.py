@@ -335,7 +335,8 @@ class Live:
             self._listeners = [bound(True) for _ in range(workers)]
             ports = [raw.getsockname()[1] for raw in (*nobodies, *self._listeners)]
             urls = tuple(f"http://127.0.0.1:{port},name=w{number}" for number, port in enumerate(ports))
-            usual = {"claims": "memory://", "worker": urls, "drain_timeout": 1, "probe_path": "off"}
+            usual = {"claims": "memory://", "worker": urls, "drain_timeout": 1}
+            usual |= {"probe_path": "off", "models_interval": 0}
             made = Settings.flat(**(usual | settings))
             self._server = Server(create_app(made), made)
             self._sockets = stack.pop_all()

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,16 @@ class NotingWorker(Worker):
     def __init__(self, name: str) -> None:
         super().__init__(to_each(self._serve))
         self.name = name
+        self.models: list[str] = []
+        """Its list, which it shows without noting that."""
         self.turns: list[dict[str, str]] = []
         self.go = asyncio.Event()
 
     async def _serve(self, peer: Peer, request: Request) -> None:
+        if request.target == b"/v1/models":
+            body = json.dumps({"data": [{"id": model} for model in self.models]}).encode()
+            await peer.send(b"HTTP/1.1 200 X\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            return
         headers: dict[str, str] = {}
         for name, value in request.headers:
             earlier = headers.get(name.decode())
@@ -219,9 +226,17 @@ class Rooms:
 
     @contextlib.asynccontextmanager
     async def open(
-        self, *, workers: int = 2, replicas: int = 2, dp: int = 0, deadline: float = 20.0, **settings: Any
+        self,
+        *,
+        workers: int = 2,
+        replicas: int = 2,
+        dp: int = 0,
+        deadline: float = 20.0,
+        models: Sequence[Sequence[str]] = (),
+        **settings: Any,
     ) -> AsyncIterator[Room]:
-        """Workers w0, w1 ... with `dp` ranks each; `settings` as in the configuration, for every replica."""
+        """Workers w0, w1 ... with `dp` ranks each; `settings` as in the configuration, for every replica. `models`:
+        what each worker lists, which is asked for then."""
         async with contextlib.AsyncExitStack() as stack:
             url = self._url(secrets.token_hex(6))
             memory = MemoryStore()
@@ -237,6 +252,8 @@ class Rooms:
             room = Room(await store())
             for number in range(workers):
                 room.workers.append(await stack.enter_async_context(NotingWorker(f"w{number}")))
+            for each, names in zip(room.workers, models, strict=False):
+                each.models = list(names)
             ranks = f",dp={dp}" if dp else ""
             spoken = tuple(f"http://127.0.0.1:{each.port},name={each.name}{ranks}" for each in room.workers)
             for number in range(replicas):
@@ -246,6 +263,7 @@ class Rooms:
                     "claims": "memory://",
                     "replica": f"r{number}",
                     "probe_path": "off",
+                    "models_interval": 30 if models else 0,
                     **settings,
                 }
                 made = Settings.flat(**values)

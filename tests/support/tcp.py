@@ -59,6 +59,8 @@ class TcpProxy:
         self.heard: list[tuple[bytearray, bytearray]] = []
         """If it `records`: of each connection what has come for `host:port`, and what has come back."""
         self._records = records
+        self.black_hole = False
+        """Nothing arrives, and new connections are accepted."""
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,7 +118,7 @@ class TcpProxy:
         while data := await reader.read(65536):
             if self._records:
                 heard += data
-            if not (replies and self.drop_replies):
+            if not (self.black_hole or (replies and self.drop_replies)):
                 writer.write(data)
                 await writer.drain()
         with contextlib.suppress(OSError, NotImplementedError):  # TLS has no half that could be closed

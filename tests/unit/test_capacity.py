@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from app.fleet.capacity import Bounds, Capacity, Full, Slot, Waiter
+from app.fleet.capacity import Bounds, Capacity, Choice, Full, Slot, Waiter
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, make_worker
 from app.http.inplace import Driven, Wake
@@ -85,11 +85,13 @@ class Place:
             worker.health.served_well()
         self.targets = [target for worker in self.fleet for target in worker.targets]
         self.bounds = Bounds(**bounds)
+        self.serving: dict[str, frozenset[str]] = {}
         self.capacity = Capacity(
             self.fleet,
             least_loaded,
             self.metrics,
             self.bounds,
+            serving=self.serving.get,
             loop=cast(asyncio.AbstractEventLoop, self.loop),
             rng=random.Random(1),
         )
@@ -104,6 +106,11 @@ class Place:
         now = self.loop.time()
         values = {"began": now, "until": now + self.bounds.wait, **how}
         return self.capacity.wait(tenant, None if number is None else self.targets[number], **values)
+
+    def serves(self, model: str, *numbers: int) -> Choice:
+        """These workers serve the model, and no others; what a turn of it may choose from."""
+        self.serving[model] = among = frozenset(f"w{number}" for number in numbers)
+        return Choice(model=model, among=among)
 
     def check(self) -> None:
         """The counts agree with each other, and with the limits."""
@@ -382,6 +389,50 @@ def test_those_whose_worker_is_lost_are_told_once() -> None:
     assert (moves.slot, moves.refusal) == (None, None)
     assert moves.wake.is_set
     assert stays.queued
+
+
+def test_a_turn_that_has_no_room_does_not_hold_up_those_of_other_models() -> None:
+    """Also of one tenant, which is at its limit: when it has room again, its oldest turn that can run does."""
+    place = Place(per_tenant=2)
+    first, second = place.take(number=0), place.take(number=1)
+    stuck, can = place.wait(choice=place.serves("a", 0)), place.wait(choice=place.serves("b", 1))
+    later = place.wait(B, choice=place.serves("b", 1))
+    second.give_back()
+    place.loop.run(0)
+    assert can.slot is not None
+    assert can.slot.target is place.targets[1]
+    assert stuck.queued
+    can.slot.give_back()
+    place.loop.run(0)
+    assert (
+        later.slot is not None
+    )  # the slot is of the second worker, and what is left of the first tenant is not for it
+    later.slot.give_back()
+    place.loop.run(1.0)
+    assert stuck.queued
+    first.give_back()
+    place.loop.run(0)
+    assert stuck.slot is not None
+    assert stuck.slot.target is place.targets[0]
+    stuck.slot.give_back()
+    place.at_rest()
+
+
+def test_limits_come_and_go_with_the_workers_that_have_them() -> None:
+    place = Place(workers=1, limit=0)
+    (worker,) = place.fleet
+    limited = Place(workers=1, limit=1)
+    (other,) = limited.fleet
+    other.name = "limited"
+    place.fleet.put(other)
+    other.targets[0].in_flight = 1
+    assert place.fleet.candidates() == list(worker.targets)
+    place.fleet.put(make_worker(worker.url, name="limited", connect_limit=1, idle_limit=1))
+    assert not place.fleet._limited
+    place.fleet.put(other)
+    place.fleet.remove("limited")
+    place.fleet.remove("limited")
+    assert not place.fleet._limited
 
 
 def test_with_nowhere_to_go_they_wait_on() -> None:

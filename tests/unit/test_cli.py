@@ -101,7 +101,10 @@ def test_a_store_that_is_away_is_a_warning_without_its_password(capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], ["no worker is given", "--worker http://host:port", "COATCHECK_WORKER", "coatcheck up"]),
+        (
+            ["--claims", "memory://"],
+            ["no worker is given", "--worker http://host:port", "COATCHECK_WORKER", "coatcheck up"],
+        ),
         ([*WORKER, "--port", "x"], ["--port x", "whole number from 0 to 65535"]),
         ([*WORKER, "--claims", "file://host/x"], ["--claims file://host/x", "write three slashes"]),
         ([*WORKER, "--claims", "etcd://me:hush@h"], ["--claims etcd://********@h", "needs a prefix"]),

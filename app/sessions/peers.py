@@ -1,0 +1,517 @@
+"""What replicas ask and tell each other directly, beside the store.
+
+A replica that cannot reach the store asks where a session is before it guesses, and has one that can reach it decide;
+whoever closes a claim tells all others, which forget it before the client sees the end; and what ends or moves while
+the store is away is known to all. It is the second best that there is: nothing here is believed against a claim that
+the store has shown, and a peer that does not answer in time is done without.
+
+On the wire: POST /peers/quick and /peers/slow on the peers' own listener, `Authorization: Bearer` with the token of the
+peer's record, a `_Message` and a `_Reply` in JSON. Quick is what a peer knows by itself, slow what it asks its store.
+Readers ignore fields and questions that they do not know. What is asked of one peer while it has not answered goes
+together, in its next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from app.errors import ClientDisconnected, TurnError
+from app.fleet.naming import Naming, Spot
+from app.fleet.policies import rank_by_hash
+from app.fleet.workers import Target
+from app.http.calling import call
+from app.http.exchange import Exchange, Turn
+from app.http.headers import Header, header
+from app.http.inplace import Driven, Wake
+from app.http.worker import AttemptFailed, ConnectRefused, Pool
+from app.metrics import Metrics
+from backends.base import Claim, ClaimValue
+
+QUICK, SLOW = b"/peers/quick", b"/peers/slow"
+_STORE_LIMIT = 1.0
+"""Seconds that what a peer asks of the store here may take."""
+_LEFT_OUT = 1.0
+"""Seconds that a peer is not asked after it has not answered."""
+_DOUBTED = 3.0
+"""Seconds that a peer is not taken to have the store after it did not get an answer from it in time."""
+_FADING = 60.0
+"""Seconds that a peer is still asked whose record has gone: it may be cut off from the store alone."""
+_AT_ONCE = 256
+"""Questions in one message."""
+_MOST_WAITING = 4096
+_MOST_BYTES = 1 << 20
+_SLOW_AT_ONCE = 4
+_IDLE = 30.0
+_UP = "up"
+
+
+class Patience(msgspec.Struct, frozen=True):
+    """Seconds that a turn waits for its peers."""
+
+    where: float = 0.1
+    """To know where a session is."""
+    closed: float = 0.05
+    """To know that they have heard of a close."""
+    store: float = 1.0
+    """For one that asks the store."""
+
+
+class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One question, or piece of news, about the session `key`."""
+
+    do: str
+    """quick: where; closed, ended, moved: news. slow: bind, close."""
+    key: str
+    revision: int | None = None
+    """Of the claim that is meant; None: whichever."""
+    at: tuple[Spot, ...] = ()
+    """bind: where it may be placed, should no claim stand; empty: anywhere. moved: where it is now."""
+    parent: str = ""
+    lost: tuple[str, ...] = ()
+    """bind, moved: workers that cannot be reached; a claim that names one is replaced."""
+    standing: bool = False
+    """bind: only a claim that stands will do."""
+    kept: bool = False
+
+
+class Known(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a peer knows of a session."""
+
+    spot: Spot | None = None
+    """Where it is; None: the peer does not know it."""
+    value: ClaimValue | None = None
+    """Of its claim; None: it was placed without the store."""
+    revision: int = 0
+    proven: bool = False
+    """The peer has the store's word for it."""
+    active: int = 0
+    """Its turns there."""
+    ended: bool = False
+    """Its final turn was there, and its claim is still to be closed."""
+    how: str = ""
+    """bind: created, stored, ...; close: closed, gone or superseded."""
+
+    def claim(self, key: str) -> Claim | None:
+        """The claim that the peer has seen, of which nothing is known to us but that it stood."""
+        if self.value is None:
+            return None
+        return Claim(key=key, value=self.value, revision=self.revision, expires_at=0.0)
+
+
+class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    replica: str
+    asks: list[Ask]
+
+
+class _Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+    state: str
+    """Of the peer's store: up, read-only or away."""
+    answers: list[Known | None]
+
+
+class Desk(Protocol):
+    """Answers what peers ask. Nothing but `bind` and `close` may wait, and nothing raises but TurnError."""
+
+    @property
+    def state(self) -> str: ...
+    def where(self, ask: Ask) -> Known | None: ...
+    def closed(self, ask: Ask) -> None: ...
+    def ended(self, ask: Ask) -> None: ...
+    def moved(self, ask: Ask) -> None: ...
+    async def bind(self, ask: Ask) -> Known | None: ...
+    async def close(self, ask: Ask) -> Known | None: ...
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """Another replica, as its record says."""
+
+    replica: str
+    incarnation: str
+    host: str
+    port: int
+    token: str
+    state: str
+    """Of its store."""
+
+
+class Peers:
+    """The other replicas that can be asked. Each waits for them for a bounded time, raises nothing, and costs nothing
+    while there is no other replica."""
+
+    def __init__(
+        self,
+        replica: str,
+        names: Naming,
+        metrics: Metrics,
+        *,
+        patience: Patience | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replica, self._names, self._metrics, self._clock = replica, names, metrics, clock
+        self._patience = patience or Patience()
+        self._links: dict[str, _Link] = {}
+        """By incarnation."""
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def update(self, peers: Iterable[Peer]) -> None:
+        """These are all whose records stand."""
+        now = self._clock()
+        standing = {peer.incarnation: peer for peer in peers}
+        for incarnation, peer in standing.items():
+            link = self._links.get(incarnation)
+            if link is None or (link.peer.host, link.peer.port) != (peer.host, peer.port):
+                if link is not None:
+                    link.close()
+                self._links[incarnation] = link = _Link(peer, self._replica, self._metrics, self._patience, self._clock)
+            link.peer, link.state, link.fades_at = peer, peer.state, None
+        for incarnation, link in list(self._links.items()):
+            if incarnation not in standing:
+                link.fades_at = link.fades_at or now + _FADING
+                if link.gone or now >= link.fades_at:
+                    link.close()
+                    del self._links[incarnation]
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+
+    @property
+    def any_up(self) -> bool:
+        """Whether one that can be asked is thought to reach the store."""
+        return any(link.up for link in self._usable())
+
+    async def find(self, ask: Ask) -> tuple[Known, Target] | None:
+        """Where the session of `ask` (a bind) is, for a replica that cannot ask the store: by the word of a peer that
+        has the store's, else by a peer that asks it, else by what any knows. None: nobody knows."""
+        links = self._usable()
+        if not links:
+            return None
+        told = await self._all(links, msgspec.structs.replace(ask, do="where", at=()), self._patience.where)
+        known = [(each, target) for _, each in told if (target := self._meant(each)) is not None and not each.ended]
+        known = [pair for pair in known if pair[1].worker.name not in ask.lost]
+        best = max(known, key=_trust, default=None)
+        if best is not None and best[0].proven:
+            return self._found("where", best)
+        if best is not None and best[0].value is None:
+            # What was served is the truth: a claim that is made now says so.
+            ask = msgspec.structs.replace(ask, at=(self._names.spot(best[1]),), standing=False)
+        for link in sorted((link for link, _ in told), key=lambda link: rank_by_hash(ask.key, link.peer.incarnation)):
+            if link.up:
+                answer = await _within(link.slow.ask(ask), self._patience.store)
+                if answer is None or answer.spot is None:
+                    link.doubt()
+                    continue
+                target = self._meant(answer)
+                if target is not None and target.worker.name not in ask.lost:
+                    return self._found("bind", (answer, target))
+        return None if best is None else self._found("where", best)
+
+    async def tell(
+        self,
+        do: str,
+        key: str,
+        revision: int | None,
+        at: Target | None = None,
+        lost: frozenset[str] = frozenset(),
+    ) -> None:
+        """closed, ended, moved: returns when all have heard it, or after a limit."""
+        links = self._usable()
+        if links:
+            spots = () if at is None else (self._names.spot(at),)
+            await self._all(links, Ask(do, key, revision, spots, lost=tuple(sorted(lost))), self._patience.closed)
+
+    async def close_for_us(self, key: str, revision: int | None) -> str | None:
+        """Have a peer that reaches the store close the claim: closed, gone or superseded; None: nobody could."""
+        for link in self._usable():
+            if link.up:
+                answer = await _within(link.slow.ask(Ask("close", key, revision)), self._patience.store)
+                if answer is not None and answer.how:
+                    return answer.how
+                link.doubt()
+        return None
+
+    def _usable(self) -> list[_Link]:
+        now = self._clock()
+        return [link for link in self._links.values() if now >= link.left_out_until and not link.gone]
+
+    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float) -> list[tuple[_Link, Known]]:
+        """Those that have answered in time, and what."""
+        waiting = [(link, link.quick.ask(ask)) for link in links]
+        await asyncio.wait([future for _, future in waiting], timeout=seconds)
+        answers = []
+        for link, future in waiting:
+            if not future.done():
+                future.cancel()
+                self._metrics.peer_calls.inc(ask.do, "late")
+            elif (answer := future.result()) is not None:
+                answers.append((link, answer))
+        return answers
+
+    def _meant(self, known: Known) -> Target | None:
+        return None if known.spot is None else self._names.at(known.spot)
+
+    def _found(self, by: str, found: tuple[Known, Target]) -> tuple[Known, Target]:
+        self._metrics.peer_found.inc(by)
+        return found
+
+
+def _trust(found: tuple[Known, Target]) -> tuple[bool, bool, int, int, str]:
+    """Greater for what is rather to be believed; the last word is the same on every replica."""
+    known, target = found
+    generation = known.value.generation if known.value is not None else 0
+    return known.proven, known.value is not None, generation, known.active, target.worker.name
+
+
+async def _within(future: asyncio.Future[Known | None], seconds: float) -> Known | None:
+    await asyncio.wait([future], timeout=seconds)
+    if not future.done():
+        future.cancel()
+        return None
+    return future.result()
+
+
+class _Link:
+    """The way to one peer."""
+
+    def __init__(
+        self, peer: Peer, replica: str, metrics: Metrics, patience: Patience, clock: Callable[[], float]
+    ) -> None:
+        self.peer, self._clock = peer, clock
+        self.state = peer.state
+        """Of its store, as it has said last."""
+        self.left_out_until = self._doubted_until = 0.0
+        self.fades_at: float | None = None
+        """When it is given up; None: its record stands."""
+        self.gone = False
+        """Nobody listens at its address, or somebody else."""
+        self._pool = Pool(peer.host, peer.port, connect_limit=patience.where, idle_limit=_IDLE)
+        head = (
+            f"host: {peer.host if ':' not in peer.host else f'[{peer.host}]'}:{peer.port}\r\n"
+            f"authorization: Bearer {peer.token}\r\ncontent-type: application/json\r\ncontent-length: "
+        ).encode()
+        self.quick = _Line(
+            self, self._pool, b"POST %b HTTP/1.1\r\n" % QUICK + head, replica, metrics, patience.where, 1
+        )
+        self.slow = _Line(
+            self, self._pool, b"POST %b HTTP/1.1\r\n" % SLOW + head, replica, metrics, patience.store, _SLOW_AT_ONCE
+        )
+
+    @property
+    def up(self) -> bool:
+        return self.state == _UP and self._clock() >= self._doubted_until
+
+    def doubt(self) -> None:
+        self._doubted_until = self._clock() + _DOUBTED
+
+    def failed(self, failure: Exception) -> None:
+        self.left_out_until = self._clock() + _LEFT_OUT
+        if isinstance(failure, ConnectRefused | _Stranger):
+            self.gone = self.fades_at is not None
+
+    def close(self) -> None:
+        self.quick.close()
+        self.slow.close()
+        self._pool.close()
+
+
+class _Stranger(AttemptFailed):
+    """What listens at the address is not the peer of the record."""
+
+
+class _Line:
+    """What is asked of one peer: a few messages at a time, each with all that has come until it leaves."""
+
+    def __init__(
+        self, link: _Link, pool: Pool, head: bytes, replica: str, metrics: Metrics, seconds: float, at_once: int
+    ) -> None:
+        self._link, self._pool, self._head, self._replica, self._metrics = link, pool, head, replica, metrics
+        self._seconds, self._at_once = seconds, at_once
+        self._waiting: list[tuple[Ask, asyncio.Future[Known | None]]] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    def ask(self, ask: Ask) -> asyncio.Future[Known | None]:
+        """Set when the peer has answered; to None when it cannot be asked. Never raises; may be cancelled."""
+        future: asyncio.Future[Known | None] = asyncio.get_running_loop().create_future()
+        if len(self._waiting) >= _MOST_WAITING:
+            future.set_result(None)
+            return future
+        self._waiting.append((ask, future))
+        if len(self._running) < self._at_once:
+            task = asyncio.create_task(self._run())
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        return future
+
+    def close(self) -> None:
+        for task in self._running:
+            task.cancel()
+        self._give_up()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            asked = [pair for pair in self._waiting[:_AT_ONCE] if not pair[1].done()]
+            del self._waiting[:_AT_ONCE]
+            if not asked:
+                continue
+            outcome = "failed"
+            answers: list[Known | None] = [None] * len(asked)
+            try:
+                answers = await self._post([ask for ask, _ in asked])
+                outcome = "ok"
+            except AttemptFailed as failure:
+                self._link.failed(failure)
+                self._give_up()
+            finally:
+                for (ask, future), answer in zip(asked, answers, strict=True):
+                    self._metrics.peer_calls.inc(ask.do, outcome)
+                    if not future.done():
+                        future.set_result(answer)
+
+    def _give_up(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def _post(self, asks: list[Ask]) -> list[Known | None]:
+        body = _encode(_Message(self._replica, asks))
+        request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
+        status, said = await call(self._pool, request, seconds=self._seconds, most=_MOST_BYTES)
+        if status != 200:
+            raise _Stranger(f"the peer answered with status {status}")
+        try:
+            reply = _decode_reply(said)
+        except msgspec.DecodeError as error:
+            raise _Stranger(str(error)) from error
+        if len(reply.answers) != len(asks):
+            raise _Stranger("the peer has not answered what it was asked")
+        self._link.state = reply.state
+        return reply.answers
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_reply = msgspec.json.Decoder(_Reply).decode
+_decode_message = msgspec.json.Decoder(_Message).decode
+
+
+class Door:
+    """Where peers come in: the proxy of the peers' own listener (`app.http.exchange.Proxy`)."""
+
+    def __init__(self, token: str, desk: Callable[[], Desk]) -> None:
+        """`token` proves that it is a peer; `desk` is asked for when one comes."""
+        self.token = token
+        self._expected, self._desk = b"Bearer " + token.encode(), desk
+
+    def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:
+        return _Visit(exchange, self._expected, self._desk, over)
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
+class _Visit:
+    """One message of a peer."""
+
+    def __init__(
+        self, exchange: Exchange, expected: bytes, desk: Callable[[], Desk], over: Callable[[Exception | None], None]
+    ) -> None:
+        self._exchange, self._expected, self._desk = exchange, expected, desk
+        self._driven = Driven(lambda _: over(None), over)
+        self._work: asyncio.Future[list[Known | None]] | None = None
+
+    def start(self) -> None:
+        self._driven.start(self._run())
+
+    def cancel(self) -> None:
+        if self._work is not None:
+            self._work.cancel()
+        self._driven.cancel()
+
+    def client_left(self) -> None: ...
+    def client_took(self) -> None: ...
+
+    async def _run(self) -> None:
+        try:
+            answers = await self._answers()
+            self._say(200, _encode(_Reply(self._desk().state, answers)))
+        except _Refused as refusal:
+            self._exchange.keep_alive = False
+            self._say(refusal.status, _encode({"error": {"message": str(refusal)}}))
+        except (ClientDisconnected, TurnError):
+            pass  # its connection is gone, or is closed with the server's own word
+
+    async def _answers(self) -> list[Known | None]:
+        exchange = self._exchange
+        given = header(exchange.headers, b"authorization") or b""
+        if not hmac.compare_digest(given, self._expected):
+            raise _Refused(401, "this is for the replicas of the router alone")
+        if exchange.method != b"POST" or exchange.raw_path not in (QUICK, SLOW):
+            raise _Refused(404, "there is nothing here")
+        pieces, size, more = [], 0, True
+        while more:
+            piece, more = await exchange.receive()
+            pieces.append(piece)
+            size += len(piece)
+            if size > _MOST_BYTES:
+                raise _Refused(413, f"a message has at most {_MOST_BYTES} bytes")
+        try:
+            message = _decode_message(b"".join(pieces))
+        except msgspec.DecodeError as error:
+            raise _Refused(400, str(error)) from None
+        if len(message.asks) > _AT_ONCE:
+            raise _Refused(413, f"a message has at most {_AT_ONCE} questions")
+        desk = self._desk()
+        if exchange.raw_path == QUICK:
+            return [_quick(desk, ask) for ask in message.asks]
+        # Not in place: it waits for the store.
+        self._work = work = asyncio.ensure_future(_slow(desk, message.asks))
+        done = Wake()
+        work.add_done_callback(lambda _: done.set())
+        await done
+        return work.result()
+
+    def _say(self, status: int, body: bytes) -> None:
+        headers: list[Header] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        self._exchange.start(status, headers)
+        self._exchange.write(body, True)
+
+
+_HEARD = Known()
+
+
+def _quick(desk: Desk, ask: Ask) -> Known | None:
+    if ask.do == "where":
+        return desk.where(ask)
+    news = {"closed": desk.closed, "ended": desk.ended, "moved": desk.moved}.get(ask.do)
+    if news is None:
+        return None
+    news(ask)
+    return _HEARD
+
+
+async def _slow(desk: Desk, asks: list[Ask]) -> list[Known | None]:
+    works: dict[str, Callable[[Ask], Awaitable[Known | None]]] = {"bind": desk.bind, "close": desk.close}
+
+    async def one(ask: Ask) -> Known | None:
+        work = works.get(ask.do)
+        if work is None:
+            return None
+        try:
+            async with asyncio.timeout(_STORE_LIMIT):
+                return await work(ask)
+        except (TimeoutError, TurnError):
+            return None
+
+    return list(await asyncio.gather(*map(one, asks)))

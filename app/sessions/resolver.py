@@ -1,0 +1,562 @@
+"""Decides where a session is: reads its claim, makes one, or replaces one. One at a time for each session.
+
+**What was served is the truth.** Without the store a session is served where it is known to be, else by hash, which
+is the same target on every replica. When the store answers again, what stands there may contradict that. A claim gives
+way (it is closed by its revision, and one is made at the target that served) when nobody is served by it:
+
+- it is a proposal of this replica's own that it had given up, and the store did late;
+- it names a worker that is not here, or that the session was moved off meanwhile: that one could not be reached;
+- it stood before the store lost its memory, and so is of any age;
+- it was made for a first turn that had to wait for it so long that another replica may have given the store up.
+
+Another replica's proposal may be just as late, but only its maker can tell. So a claim that contradicts what was
+served here, and was proposed since the store was last known to be well, is not believed for `_DOUBT` seconds: its
+maker, as soon as it finds the store back, has it give way, and the claim that follows says that turns were served there
+(`ClaimValue.served`), as does each that is made at reconciliation. One that says so does not give way, and neither does
+one that still stands after the doubt: then both were served, one move cannot be avoided, and the claim wins. Each of
+these steps uses up something that is not made again (a nonce that was given up, a doubt), so replicas cannot fight, and
+their order does not matter.
+
+What is left: a late claim is believed where its maker has died, or takes longer than the doubt to find the store back;
+where a replica that has not served the session finds it first (when it was kept waiting by the store itself, it looks
+again a moment later); and where clocks of replicas are further apart than
+`_SLACK`.
+
+**Other replicas are asked before anything is guessed** (`peers.py`): one may know where the session is, or may reach
+the store that we do not.
+
+**A first turn that comes to nothing leaves no claim.** An entry that a turn here has made is on trial (`Entry.trial`)
+until a turn of it is answered; when its last turn here ends before that, its claim is closed. A turn at another replica
+may have adopted that claim meanwhile: then its session is placed again at its next turn, which costs the cache of one
+turn and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+import msgspec
+
+from app.errors import TurnError
+from app.fleet.capacity import Full
+from app.fleet.naming import Naming
+from app.fleet.policies import Policy, least_loaded, rendezvous
+from app.fleet.workers import Fleet, Target
+from app.metrics import Metrics
+from app.sessions.claims import Claims, StoreState
+from app.sessions.entries import Alone, Entries, Entry, Snapshot
+from app.sessions.peers import Ask, Peers
+from app.sessions.upkeep import Closer
+from backends.base import Claim, ClaimUnreadable, StoreError
+
+log = logging.getLogger("coatcheck.affinity")
+
+_MOVES = 6
+_MOVES_WINDOW = 30.0
+"""A session is moved at most so often within so many seconds by one replica: two that see the fleet differently must
+not fight over it."""
+_MOVES_REMEMBERED = 10_000
+_KEEP_TRIES = 3
+_DOUBT = 15.0
+"""Seconds in which another replica finds the store back that found it away with us."""
+_MOMENTS = (0.1, 0.3)
+"""Seconds that a first turn waits for a claim to be taken back by its maker, which the store kept waiting as well."""
+_SLACK = 10.0
+"""Seconds: the longest that a proposal is under way before it is given up, that a watch seems alive after the store has
+stopped, and that clocks are apart."""
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where a turn would have its session, should no claim stand."""
+
+    candidates: tuple[Target, ...] = ()
+    """What the client's hint names; empty: no hint."""
+    parent: str | None = None
+    """The key of the session whose prefix this one shares."""
+    refusal: TurnError | None = None
+    """Only a claim that stands will do, else this is raised."""
+    kept: bool = False
+    """It is no session but something that a worker keeps, which nobody can move."""
+    among: frozenset[str] | None = None
+    """The names of the workers that will do; None: all."""
+    slot: Target | None = None
+    """Where the turn holds a slot already: there it goes, if it is free to choose."""
+    full_too: bool = False
+    """Also where nobody has room: it waits for its slot at another replica."""
+
+
+ANYWHERE = Placement()
+WHERE_KEPT = Placement(kept=True)
+
+
+class Resolver:
+    """Where a session is, and how it came there (`how`, of AFFINITY_OUTCOMES)."""
+
+    def __init__(
+        self,
+        entries: Entries,
+        claims: Claims,
+        closer: Closer,
+        fleet: Fleet,
+        names: Naming,
+        peers: Peers,
+        policy: Policy,
+        metrics: Metrics,
+        *,
+        refuse: bool,
+        parent_slack: int,
+        unsettled: Callable[[str, float], None],
+    ) -> None:
+        """`unsettled` is told of a session that is served without a claim although the store is up, and in how many
+        seconds that should be tried again."""
+        self._entries, self._claims, self._closer = entries, claims, closer
+        self._fleet, self._names, self._peers, self._policy, self._metrics = fleet, names, peers, policy, metrics
+        self._refuse, self._parent_slack, self._unsettled = refuse, parent_slack, unsettled
+        self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
+        """When sessions were moved lately, the longest unmoved first."""
+
+    async def resolve(self, key: str, placement: Placement) -> tuple[Entry, str]:
+        """The session's entry, and how it came to it. Raises TurnError."""
+        claims = self._claims
+        known = self._entries.find(key)
+        if claims.state is StoreState.UP:
+            await self._closer.wait(key)
+        if claims.state is StoreState.AWAY:
+            return await self._without_store(key, known, placement)
+        until = claims.patience()
+        snapshot = self._entries.snapshot(key)
+        try:
+            if (
+                placement.refusal is not None
+                or claims.state is StoreState.READ_ONLY
+                or (known is not None and known.claim is not None)
+            ):
+                claim = await claims.get(key, until)
+                if claim is not None:
+                    return await self._adopt(claim, "stored", placement, snapshot, known, until)
+                if known is not None and known.claim is not None:
+                    known = self._without_claim(known, placement)
+                if claims.state is StoreState.READ_ONLY:
+                    return await self._without_store(key, known, placement)
+            if known is not None and known.target.worker.known:
+                target, alone = known.target, known.alone
+            elif placement.refusal is not None:
+                raise placement.refusal
+            else:
+                target, alone = await self._place(key, placement), None
+            with target.reserve():
+                outcome = await claims.create(
+                    key,
+                    target,
+                    0,
+                    kept=placement.kept,
+                    served=alone is not None,
+                    created_at=max(alone.served_at if alone is not None else 0.0, self._closer.successor_of(key)),
+                    until=until,
+                )
+            if not outcome.created:
+                claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
+                return await self._adopt(claim, "stored", placement, snapshot, known, until)
+            entry = await self._kept_waiting(outcome.claim, placement, until) if known is None else None
+            if entry is None:
+                entry = self._note(outcome.claim, target, snapshot, kept=placement.kept)
+            if known is None:
+                entry.trial = not placement.kept
+            return entry, "created"
+        except ClaimUnreadable:
+            return await self._beside(key, known, placement)
+        except StoreError:
+            return await self._without_store(key, known, placement)
+
+    async def keep(self, key: str, target: Target) -> tuple[Entry, str]:
+        """Have what `target` has just made claimed there: a claim that says another target is of something that is no
+        more. Known here in any case, and claimed when the store is back. `how`: created or degraded."""
+        claims, entries = self._claims, self._entries
+        known = entries.find(key)
+        if known is None or known.target is not target:
+            known = Entry(key, target)
+            known.kept, known.alone = True, self._alone()
+            entries.install(known)
+        if claims.state is StoreState.UP:
+            until = claims.patience()
+            with contextlib.suppress(StoreError):
+                for generation in range(_KEEP_TRIES):
+                    snapshot = entries.snapshot(key)
+                    claim = (await claims.create(key, target, generation, kept=True, until=until)).claim
+                    if self._meant(claim) is target:
+                        return self._note(claim, target, snapshot, kept=True), "created"
+                    await claims.close(claim, until)
+        return known, "degraded"
+
+    async def move(
+        self,
+        key: str,
+        claim: Claim | None,
+        lost: frozenset[str],
+        placement: Placement,
+        known: Entry | None = None,
+    ) -> tuple[Entry, str]:
+        """Close the observed claim and make one away from the lost workers; whoever is first decides where. `known`:
+        the session as it was until now."""
+        hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
+        elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
+        if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
+            return await self._without_store(key, None, elsewhere, lost, known)
+        # One turn that finds several workers lost, one after the other, is one move.
+        if len(lost) <= 1 and not self._may_move(key):
+            raise TurnError(
+                "no_worker", f"the session was moved {_MOVES} times within {_MOVES_WINDOW:g} s; it is left for a while"
+            )
+        until = self._claims.patience()
+        snapshot = self._entries.snapshot(key)
+        try:
+            # Before the claim is closed: where nothing can be chosen, it stays.
+            target = await self._place(key, elsewhere, lost)
+            with target.reserve():
+                if claim is not None:
+                    await self._claims.close(claim, until)
+                generation = 0 if claim is None else claim.value.generation + 1
+                outcome = await self._claims.create(key, target, generation, until=until)
+            there = self._meant(outcome.claim)
+            if there is not None:
+                entry = self._note(outcome.claim, there, snapshot)
+                _hand_over(known, entry)
+                return entry, "rebound"
+        except StoreError:
+            pass
+        # Or another replica's fleet differs; do not fight it.
+        return await self._without_store(key, None, elsewhere, lost, known)
+
+    # -- a claim that stands
+
+    async def _adopt(
+        self, claim: Claim, how: str, placement: Placement, snapshot: Snapshot, known: Entry | None, until: float
+    ) -> tuple[Entry, str]:
+        target = self._meant(claim)
+        if target is None and self._fleet.worker(claim.value.worker) is None:
+            await self._fleet.learn(claim.value.worker)  # another replica may have heard of it first
+            target = self._meant(claim)
+        if known is not None and known.target.worker.known and target is not known.target:
+            why = self._gives_way(claim, known)
+            if why and self._claims.state is StoreState.UP:
+                replaced = await self._replace(claim, why, known, placement, until)
+                if isinstance(replaced, Entry):
+                    return replaced, "created"
+                claim, snapshot = replaced
+                target = self._meant(claim)
+            elif why or self._is_doubted(claim, known):
+                return known, "degraded"
+        name = claim.value.worker
+        if target is not None:
+            return self._note(claim, target, snapshot, kept=placement.kept), how
+        if placement.kept:
+            raise TurnError("gone", "the worker that kept it is gone")
+        # The worker may be here without that rank: then it is not lost.
+        lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
+        return await self.move(claim.key, claim, lost, placement, known)
+
+    async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
+        """Our claim was made, but so late (a quarter of the deadline) that another replica may have gone by hash
+        meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
+        if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
+            return None
+        target = self._guess(claim.key, placement, frozenset())
+        if self._meant(claim) is target:
+            return None
+        replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
+        if isinstance(replaced, Entry):
+            return replaced
+        claim, snapshot = replaced
+        there = self._fleet.find(claim.value.worker, claim.value.rank)
+        return None if there is None else self._note(claim, there, snapshot)
+
+    async def _settled(
+        self, claim: Claim, snapshot: Snapshot, known: Entry | None, until: float
+    ) -> tuple[Claim, Snapshot]:
+        """What stands a moment later, where a claim has been found that its maker may be about to take back."""
+        began = until - self._claims.deadline
+        if known is not None or claim.value.served or not self._claims.was_late(began):
+            return claim, snapshot
+        for pause in _MOMENTS:
+            await asyncio.sleep(pause)
+            snapshot = self._entries.snapshot(claim.key)
+            claim = await self._claims.get(claim.key, until) or claim
+            if claim.value.served:
+                break
+        return claim, snapshot
+
+    def _gives_way(self, claim: Claim, known: Entry) -> str:
+        """Why a claim that contradicts where the session was served here gives way (of WAYS_GIVEN); empty: it does
+        not."""
+        if self._claims.gave_up(claim):
+            return "late_write"
+        alone = known.alone
+        if alone is not None and self._fleet.worker(claim.value.worker) is None and self._meant(claim) is None:
+            return "lost_worker"
+        if alone is None or claim.value.served:
+            return ""
+        if claim.value.worker in alone.lost:
+            return "lost_worker"
+        if alone.rewound and claim.value.created_at < alone.since:
+            return "rewound"
+        return ""
+
+    def _is_doubted(self, claim: Claim, known: Entry) -> bool:
+        """Whether the claim may be a late write of another replica, which is to say so."""
+        alone = known.alone
+        if alone is None or claim.value.served or claim.value.created_at < alone.since - _SLACK:
+            return False
+        now = self._claims.clock()
+        if not alone.doubted_until:
+            alone.doubted_until = now + _DOUBT
+            self._unsettled(known.key, _DOUBT + 0.1)
+        alone.served_at = self._claims.wall()
+        return now < alone.doubted_until
+
+    async def _replace(
+        self, claim: Claim, why: str, known: Entry, placement: Placement, until: float
+    ) -> Entry | tuple[Claim, Snapshot]:
+        """A claim where the session was served, in the place of one that gives way; or the one that stands after all,
+        which does not."""
+        key, target = known.key, known.target
+        served_at = known.alone.served_at if known.alone is not None else 0.0
+        for _ in range(_KEEP_TRIES):
+            snapshot = self._entries.snapshot(key)
+            with target.reserve():
+                await self._claims.close(claim, until)
+                outcome = await self._claims.create(
+                    key,
+                    target,
+                    claim.value.generation + 1,
+                    kept=placement.kept,
+                    served=True,
+                    created_at=served_at,
+                    until=until,
+                )
+            claim = outcome.claim
+            if outcome.created:
+                self._metrics.claims_given_way.inc(why)
+                log.info("session %s stays at %s: a claim gave way (%s)", key[:12], target.worker.name, why)
+                known.claim = None  # it was of what gave way, or of what was before that
+                return self._note(claim, target, snapshot, kept=placement.kept)
+            if not self._gives_way(claim, known):
+                break
+        return claim, snapshot
+
+    def _meant(self, claim: Claim) -> Target | None:
+        return self._names.find(claim.value.worker, claim.value.rank, claim.value.replica)
+
+    def _note(self, claim: Claim, target: Target, snapshot: Snapshot, *, kept: bool = False) -> Entry:
+        self._claims.adopt(claim)
+        return self._entries.note(claim, target, snapshot, kept=kept)
+
+    # -- no claim
+
+    def _without_claim(self, known: Entry, placement: Placement) -> Entry | None:
+        """The session had a claim that does not stand any more: it has ended. While no watch stands, the store may as
+        well have lost its memory; then the session, old or new, is served where it was."""
+        if self._entries.watching or known.kept or known.closing or placement.candidates:
+            if self._entries.find(known.key) is known:
+                self._entries.forget(known.key)
+            return None
+        known.claim, known.alone = None, self._alone()
+        return known
+
+    async def _without_store(
+        self,
+        key: str,
+        known: Entry | None,
+        placement: Placement,
+        lost: frozenset[str] = frozenset(),
+        before: Entry | None = None,
+    ) -> tuple[Entry, str]:
+        """`before`: the session as it was, until it had to be moved off the `lost` workers."""
+        told = await self._by_peers(key, known, placement, lost, before)
+        if told is not None:
+            return told
+        if known is not None and known.target.worker.known:
+            if self._entries.find(key) is None:
+                self._entries.install(known)
+            if known.claim is None:
+                if known.alone is None:
+                    known.alone = self._alone()
+                known.alone.served_at = self._claims.wall()
+                return known, "degraded"
+            self._metrics.unproven.inc()
+            return known, "cached"
+        if self._refuse or placement.refusal is not None:
+            raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
+        return await self._alone_at(key, self._guess(key, placement, lost), lost, before), "degraded"
+
+    async def _by_peers(
+        self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str], before: Entry | None
+    ) -> tuple[Entry, str] | None:
+        """Where another replica says that the session is. They are asked where it is not known here, and always while
+        one of them is thought to reach the store. None: nobody knows better."""
+        if not self._peers or (known is not None and not self._peers.any_up):
+            return None
+        at = placement.candidates
+        if not at and known is not None and known.alone is not None and known.target.worker.known:
+            at = (known.target,)  # what was served is the truth
+        elif not at and placement.slot is not None:
+            at = (placement.slot,)
+        elif not at and placement.among is not None:
+            at = tuple(self._candidates(lost, placement, trials=False, with_full=True))
+        found = await self._peers.find(
+            Ask(
+                "bind",
+                key,
+                at=tuple(map(self._names.spot, at)),
+                parent=placement.parent or "",
+                lost=tuple(sorted(lost)),
+                standing=placement.refusal is not None,
+                kept=placement.kept,
+            )
+        )
+        if found is None:
+            return None
+        told, target = found
+        claim = told.claim(key)
+        if claim is None:
+            if (known is not None and known.target is target) or self._refuse:
+                return None
+            return await self._alone_at(key, target, lost, before), "degraded"
+        if known is not None and known.alone is not None and self._claims.gave_up(claim):
+            return None  # our own late write: nobody has been served by it
+        self._claims.adopt(claim)
+        entry = self._entries.hearsay(claim, target, kept=placement.kept)
+        _hand_over(before, entry)
+        entry.trial = entry.trial or (told.how == "created" and before is None and not placement.kept)
+        return entry, told.how or "stored"
+
+    async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
+        """What stands at the key is no claim that can be read, and is left alone."""
+        if placement.refusal is not None:
+            raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
+        if known is None or not known.target.worker.known:
+            known = await self._alone_at(key, self._guess(key, placement, frozenset()), frozenset(), None)
+        known.unreadable = True
+        known.unprove()
+        return known, "degraded"
+
+    async def _alone_at(self, key: str, target: Target, lost: frozenset[str], before: Entry | None) -> Entry:
+        """A new entry, of a session that is served without a claim."""
+        entry = Entry(key, target)
+        entry.trial, entry.alone = True, self._alone()
+        if before is not None:
+            if before.alone is not None:
+                entry.alone.lost = before.alone.lost
+            entry.unreadable = before.unreadable
+            _hand_over(before, entry)
+        entry.alone.lost |= lost
+        self._entries.install(entry)
+        if self._claims.state is StoreState.UP:
+            self._unsettled(key, 1.0)
+        if lost:
+            await self._peers.tell("moved", key, None, target, lost)
+        return entry
+
+    def _guess(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
+        """Where a session is served of which nobody knows: the same on every replica that sees the same workers."""
+        if placement.candidates:
+            return rendezvous(key, placement.candidates)
+        return self._by_hash(key, placement, lost)
+
+    def _by_hash(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
+        # What is full here may have room elsewhere: without the store, replicas agree only on what all see alike.
+        return rendezvous(key, self._candidates(lost, placement, trials=False, with_full=True))
+
+    def told_of_move(self, key: str, target: Target, lost: frozenset[str]) -> None:
+        """Another replica has moved the session off the lost workers, and could not tell the store."""
+        known = self._entries.find(key)
+        if known is not None and known.target is target:
+            return
+        entry = Entry(key, target)
+        entry.alone = self._alone()
+        entry.alone.lost = lost
+        if known is not None and known.alone is not None:
+            entry.alone.lost |= known.alone.lost
+        self._entries.install(entry)
+
+    def _alone(self) -> Alone:
+        wall = self._claims.wall()
+        since = wall if self._entries.watching else max(self._claims.answered_at, self._entries.watched_until)
+        return Alone(since=since, served_at=wall)
+
+    # -- placing
+
+    async def choose(
+        self, placement: Placement, lost: frozenset[str] = frozenset(), key: str = ""
+    ) -> tuple[Target, str, str]:
+        """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
+        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: of
+        one that is to be claimed there. While the store is suspected to be away, that is proposed which the session
+        gets without it: there it goes, whatever slot it has, and though it must wait ("hash")."""
+        if placement.candidates:
+            return least_loaded(placement.candidates), "hint", ""
+        if key and self._claims.suspected:
+            return self._by_hash(key, placement, lost), "hash", ""
+        slot = placement.slot
+        if slot is not None and slot.worker.known and slot.worker.name not in lost:
+            return slot, "policy", ""
+        candidates, parent = self._candidates(lost, placement), ""
+        if placement.parent is not None:
+            near = await self._near(placement.parent)
+            candidates = self._candidates(lost, placement)  # as they are now
+            if near in candidates and near.load - min(target.load for target in candidates) <= self._parent_slack:
+                return near, "parent", "followed"
+            parent = "unknown" if near is None else "passed_over"
+        return self._policy(candidates), "policy", parent
+
+    def guess(self, key: str) -> Target:
+        """Where the session would be served without the store. Only looks. Raises TurnError."""
+        return self._by_hash(key, ANYWHERE, frozenset())
+
+    async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
+        target, why, parent = await self.choose(placement, lost, key)
+        if target.full and why in ("parent", "policy") and target is not placement.slot and not placement.full_too:
+            raise Full("fleet_full", "every worker has as many turns as it may have")
+        if parent:
+            self._metrics.parents.inc(parent)
+        self._fleet.note_placed(target)
+        return target
+
+    async def _near(self, parent: str) -> Target | None:
+        entry = self._entries.find(parent)
+        if entry is not None:
+            return entry.target
+        try:
+            claim = await self._claims.get(parent)
+        except ClaimUnreadable:
+            return None
+        return None if claim is None else self._meant(claim)
+
+    def _candidates(
+        self, lost: frozenset[str], placement: Placement, *, trials: bool = True, with_full: bool = False
+    ) -> list[Target]:
+        candidates = self._fleet.candidates(lost, placement.among, trials=trials, with_full=with_full)
+        if not candidates:
+            raise TurnError("no_worker", "no worker can take the turn")
+        return candidates
+
+    def _may_move(self, key: str) -> bool:
+        now = self._claims.clock()
+        recent = tuple(at for at in self._moves.get(key, ()) if now - at < _MOVES_WINDOW)
+        if len(recent) >= _MOVES:
+            return False
+        self._moves[key] = (*recent, now)
+        self._moves.move_to_end(key)
+        if len(self._moves) > _MOVES_REMEMBERED:
+            self._moves.popitem(last=False)
+        return True
+
+
+def _hand_over(old: Entry | None, new: Entry) -> None:
+    """A session that was moved before any turn of it was answered is on trial where it is now."""
+    new.trial = old is not None and old.trial
+    if old is not None and old is not new:
+        old.trial = False

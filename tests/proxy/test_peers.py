@@ -1,0 +1,242 @@
+"""The peers' channel over real sockets: what is asked and answered, who is let in, and what a peer that is slow, gone
+or strange costs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from app.fleet.naming import Naming
+from app.http.client import client_protocol
+from app.sessions.peers import Ask, Door, Known, Patience, Peer, Peers
+from backends.base import ClaimValue
+from backends.memory import MemoryStore
+from tests.support.raw import until
+from tests.support.replicas import KEY, Replica
+from tests.support.wire import ask
+
+
+class Desk:
+    """Answers as it is told, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.state = "up"
+        self.known: Known | None = Known()
+        self.bound: Known | None = None
+        self.asked: list[tuple[str, str]] = []
+        self.go = asyncio.Event()
+        self.go.set()
+
+    def where(self, ask: Ask) -> Known | None:
+        self.asked.append(("where", ask.key))
+        return self.known
+
+    def closed(self, ask: Ask) -> None:
+        self.asked.append(("closed", ask.key))
+
+    def ended(self, ask: Ask) -> None:
+        self.asked.append(("ended", ask.key))
+
+    def moved(self, ask: Ask) -> None:
+        self.asked.append(("moved", ask.key))
+
+    async def bind(self, ask: Ask) -> Known | None:
+        self.asked.append(("bind", ask.key))
+        await self.go.wait()
+        return self.bound
+
+    async def close(self, ask: Ask) -> Known | None:
+        self.asked.append(("close", ask.key))
+        return Known(how="closed")
+
+
+class Other:
+    """A peer: its desk behind its door."""
+
+    def __init__(self, token: str = "a-token") -> None:
+        self.desk = Desk()
+        self.door = Door(token, lambda: self.desk)
+        self.connections = 0
+        self._state = ServerState()
+
+    async def open(self) -> None:
+        config = uvicorn.Config(_nobody, http=client_protocol(lambda path: self.door), lifespan="off")
+        config.load()
+
+        def made() -> asyncio.Protocol:
+            self.connections += 1
+            protocol: Any = config.http_protocol_class
+            return cast(asyncio.Protocol, protocol(config=config, server_state=self._state, app_state={}))
+
+        self._server = await asyncio.get_running_loop().create_server(made, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def peer(self, token: str = "a-token") -> Peer:
+        return Peer("other", f"life at {self.port}", "127.0.0.1", self.port, token, "up")
+
+    async def shut(self) -> None:
+        self._server.close()
+        for connection in list(self._state.connections):
+            connection.transport.abort()
+        await until(lambda: not self._state.connections)
+
+
+async def _nobody(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("nothing comes here")
+
+
+@pytest.fixture
+async def other() -> AsyncIterator[Other]:
+    other = Other()
+    await other.open()
+    yield other
+    await other.shut()
+
+
+@pytest.fixture
+async def here() -> AsyncIterator[Replica]:
+    store = MemoryStore()
+    yield Replica(store)
+    await store.aclose()
+
+
+@pytest.fixture
+async def peers(here: Replica, other: Other) -> AsyncIterator[Peers]:
+    peers = Peers("here", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    peers.update([other.peer()])
+    yield peers
+    peers.close()
+
+
+def spot(here: Replica, worker: str) -> Any:
+    return Naming(here.fleet).spot(here.target(worker))
+
+
+WHERE = Ask("bind", KEY)
+
+
+UNHURRIED = Patience(where=5.0, closed=5.0, store=5.0)
+"""What is tested here is what is said, not how soon."""
+
+
+async def test_what_a_peer_has_proven_is_taken(here: Replica, other: Other, peers: Peers) -> None:
+    other.desk.known = Known(spot(here, "b"), ClaimValue(worker="b"), 7, True)
+    found = await peers.find(WHERE)
+    assert found is not None
+    told, target = found
+    claim = told.claim(KEY)
+    assert target is here.target("b")
+    assert claim is not None
+    assert (claim.revision, claim.value.worker) == (7, "b")
+    assert other.desk.asked == [("where", KEY)]
+
+
+async def test_what_nobody_knows_is_bound_by_one_that_has_the_store(here: Replica, other: Other, peers: Peers) -> None:
+    other.desk.bound = Known(spot(here, "c"), ClaimValue(worker="c"), 8, True, how="created")
+    found = await peers.find(WHERE)
+    assert found is not None
+    assert (found[0].how, found[1]) == ("created", here.target("c"))
+    other.desk.state = "away"
+    await peers.tell("closed", KEY, 8)
+    assert not peers.any_up
+    assert await peers.find(WHERE) is None
+
+
+async def test_what_is_said_to_one_peer_at_once_goes_together(other: Other, peers: Peers) -> None:
+    await asyncio.gather(*(peers.tell("closed", f"{number:040x}", number) for number in range(500)))
+    assert sorted(key for _, key in other.desk.asked) == [f"{number:040x}" for number in range(500)]
+    assert other.connections == 1
+
+
+async def test_news_of_what_a_peer_does_not_know_are_passed_over(other: Other, peers: Peers) -> None:
+    """It may be of another version."""
+    await peers.tell("something new", KEY, 1)
+    assert not other.desk.asked
+    assert await peers.close_for_us(KEY, 1) == "closed"
+
+
+async def test_a_peer_that_hangs_costs_a_moment_and_then_nothing(here: Replica) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, and nobody reads
+        peers = Peers("here", Naming(here.fleet), here.metrics)
+        peers.update([Peer("other", "life", "127.0.0.1", silent.getsockname()[1], "a-token", "up")])
+        began = time.monotonic()
+        assert await peers.find(WHERE) is None
+        first = time.monotonic() - began
+        for _ in range(50):
+            assert await peers.find(WHERE) is None
+            await peers.tell("closed", KEY, 1)
+        assert first < 1.0
+        assert time.monotonic() - began - first < 0.5, "it is left out for a while"
+        peers.close()
+
+
+async def test_a_bind_that_hangs_is_waited_for_once(other: Other, peers: Peers) -> None:
+    other.desk.go.clear()
+    assert await peers.find(WHERE) is None
+    began = time.monotonic()
+    assert await peers.find(WHERE) is None
+    assert time.monotonic() - began < 0.5, "the peer is taken not to have the store either"
+    other.desk.go.set()
+
+
+async def test_a_peer_that_is_gone_is_forgotten_with_its_record(here: Replica, other: Other, peers: Peers) -> None:
+    await other.shut()
+    await peers.tell("closed", KEY, 1)
+    assert len(peers) == 1, "its record stands"
+    peers.update([])
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(5):
+            while len(peers):
+                await asyncio.sleep(0.2)
+                await peers.tell("closed", KEY, 1)
+                peers.update([])
+    assert len(peers) == 0
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "a-token", "Bearer a-token-and-more"])
+async def test_nobody_comes_in_without_the_token(other: Other, header: str | None) -> None:
+    headers = [] if header is None else [("authorization", header)]
+    answer = await ask(other.url, "POST", "/peers/quick", headers, b'{"replica": "x", "asks": []}')
+    assert answer.status == 401
+    assert not other.desk.asked
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("POST", "/peers/quick", b'{"replica": "x", "asks": []}', 200),
+        ("POST", "/peers/quick", b"{", 400),
+        ("POST", "/peers/quick", b'{"replica": "x", "asks": [{"do": "where"}]}', 400),
+        ("POST", "/peers/quick", b" " * (2 << 20), 413),
+        ("POST", "/peers/slow", b'{"replica":"x","asks":[' + b'{"do":"x","key":"k"},' * 300 + b"null]}", 400),
+        ("POST", "/peers/slow", b'{"replica":"x","asks":[' + b",".join([b'{"do":"x","key":"k"}'] * 300) + b"]}", 413),
+        ("GET", "/peers/quick", b"", 404),
+        ("POST", "/v1/chat/completions", b"{}", 404),
+    ],
+)
+async def test_only_what_a_peer_says_is_answered(
+    other: Other, method: str, path: str, body: bytes, status: int
+) -> None:
+    answer = await ask(other.url, method, path, [("authorization", "Bearer a-token")], body)
+    assert answer.status == status
+    assert not other.desk.asked
+
+
+async def test_a_peer_with_another_token_is_done_without(here: Replica, other: Other) -> None:
+    peers = Peers("here", Naming(here.fleet), here.metrics)
+    peers.update([other.peer("another")])
+    assert await peers.find(WHERE) is None
+    assert not other.desk.asked
+    peers.close()

@@ -1,0 +1,272 @@
+"""What replicas say of themselves in the registry, and what each makes of the others' records."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from app.fleet.naming import Naming
+from app.fleet.workers import Fleet, make_worker
+from app.metrics import Metrics
+from app.replicas import KIND, STANDS, Myself, Record, Replicas, hashes
+from app.sessions.peers import Peers
+from backends.base import StoreUnavailable
+from backends.memory import MemoryStore
+from backends.registry import MAX_VALUE, Registry
+from tests.support.fakes import in_virtual_time
+from tests.support.replicas import Replica, memory
+
+WALL = 1_700_000_000.0
+SETTINGS = {"policy": b"least-loaded", "session-secret": b"hash of one", "session-ttl": b"1800"}
+TWO_BEATS = 4.5
+
+
+class One:
+    """One replica's record and view, over a registry that others share."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        name: str,
+        *,
+        settings: dict[str, bytes] = SETTINGS,
+        workers: dict[str, str] | None = None,
+        registry: Registry | None = None,
+        skew: float = 0.0,
+        port: int = 7,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.metrics = Metrics()
+        self.fleet = Fleet(
+            make_worker(url, name=worker, connect_limit=1, idle_limit=1)
+            for worker, url in (workers or {"w0": "http://10.0.0.1:1", "w1": "http://10.0.0.2:1"}).items()
+        )
+        self.names = Naming(self.fleet, "net")
+        self.peers = Peers(name, self.names, self.metrics, clock=loop.time)
+        self.replicas = Replicas(
+            registry or store.registry,
+            Myself(name, "1.0", "net", hashes(settings), "10.0.0.9", port, f"token of {name}"),
+            fleet=self.fleet,
+            affinity=Replica(store).affinity,
+            peers=self.peers,
+            names=self.names,
+            metrics=self.metrics,
+            running=lambda: 3,
+            clock=loop.time,
+            wall=lambda: WALL + loop.time() + skew,
+        )
+
+    @property
+    def differing(self) -> set[str]:
+        """As the metric says."""
+        for family in self.metrics.collect():
+            if family.name == "coatcheck_replica_differs":
+                return {sample.labels["setting"] for sample in family.samples if sample.value}
+        raise AssertionError("no such metric")
+
+
+@contextlib.asynccontextmanager
+async def beating(*ones: One) -> AsyncIterator[None]:
+    for one in ones:
+        one.replicas.start()
+    await asyncio.sleep(TWO_BEATS)
+    try:
+        yield
+    finally:
+        for one in ones:
+            await one.replicas.aclose()
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "coatcheck.replicas")
+    return caplog
+
+
+def levels(told: pytest.LogCaptureFixture) -> list[str]:
+    return [record.levelname for record in told.records if record.name == "coatcheck.replicas"]
+
+
+@in_virtual_time
+async def test_who_agrees_says_nothing(told: pytest.LogCaptureFixture) -> None:
+    store = memory()
+    a, b = One(store, "a"), One(store, "b")
+    async with beating(a, b):
+        await asyncio.sleep(60)
+        assert a.differing == b.differing == set()
+        assert not levels(told)
+        assert {each["replica"] for each in a.replicas.view()} == {"a", "b"}
+        assert len(a.peers) == len(b.peers) == 1
+    assert not await store.registry.list(KIND), "the records go with the replicas"
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_each_setting_is_named_once_at_both(setting: str, told: pytest.LogCaptureFixture) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        store = memory()
+        a, b = One(store, "a"), One(store, "b", settings={**SETTINGS, setting: b"other"})
+        async with beating(a, b):
+            await asyncio.sleep(60)
+            assert a.differing == b.differing == {setting}
+            assert levels(told) == ["WARNING"] * 2
+            assert all("other" not in record.getMessage() for record in told.records)
+            assert len(a.replicas.differing()) == 1
+            await b.replicas.aclose()
+            await asyncio.sleep(1)
+            assert a.differing == set()
+            assert levels(told) == ["WARNING"] * 2 + ["INFO"]
+
+    run()
+
+
+@in_virtual_time
+async def test_workers_may_differ_for_a_moment(told: pytest.LogCaptureFixture) -> None:
+    """A change does not reach all at once."""
+    store = memory()
+    a, b = One(store, "a"), One(store, "b", workers={"w0": "http://10.0.0.1:1", "other": "http://10.0.0.2:1"})
+    a.replicas.start()
+    b.replicas.start()
+    await asyncio.sleep(1)
+    assert a.differing == set()
+    async with beating():
+        assert a.differing == b.differing == {"worker"}
+        [how] = a.replicas.differing()
+        assert "other" in how
+        assert "w1" in how
+    for one in (a, b):
+        await one.replicas.aclose()
+
+
+@in_virtual_time
+async def test_two_lives_of_one_name_are_seen_while_both_beat() -> None:
+    store = memory()
+    a, again = One(store, "same"), One(store, "same")
+    async with beating(a, again):
+        assert a.differing == again.differing == {"replica"}
+        assert len(a.peers) == 1
+        await again.replicas.aclose()
+        await asyncio.sleep(1)
+        assert a.differing == set()
+
+
+@in_virtual_time
+async def test_the_record_of_a_life_that_was_killed_is_no_second_one() -> None:
+    store = memory()
+    killed = Record("same", "an-earlier-life", "1.0", agrees=hashes(SETTINGS), at=WALL)
+    await store.registry.put(KIND, "an-earlier-life", msgspec.json.encode(killed), STANDS)
+    after = One(store, "same")
+    async with beating(after):
+        assert "replica" not in after.differing
+
+
+@pytest.mark.parametrize("skew", [-30.0, 30.0])
+def test_clocks_apart_are_named(skew: float) -> None:
+    @in_virtual_time
+    async def run() -> None:
+        store = memory()
+        a, b = One(store, "a"), One(store, "b", skew=skew)
+        async with beating(a, b):
+            await asyncio.sleep(10)
+            assert a.differing == b.differing == {"clock"}
+
+    run()
+
+
+class LateRegistry:
+    """Records arrive, but their news are late."""
+
+    def __init__(self, inner: Registry, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+        self.put, self.remove, self.list = inner.put, inner.remove, inner.list
+        self.away = False
+
+    async def watch(self, kind: str) -> AsyncIterator[Any]:
+        async for event in self._inner.watch(kind):
+            if self.away:
+                raise StoreUnavailable("gone")
+            yield event
+            if self._seconds:
+                await asyncio.sleep(self._seconds)
+                self._seconds = 0.0
+
+
+@in_virtual_time
+async def test_one_late_record_says_nothing_of_a_clock() -> None:
+    store = memory()
+    late = LateRegistry(store.registry, 20.0)
+    a, b = One(store, "a", registry=late), One(store, "b")
+    async with beating(a, b):
+        await asyncio.sleep(60)
+        assert a.differing == set()
+
+
+@in_virtual_time
+async def test_a_registry_that_is_silent_keeps_the_last_view() -> None:
+    store = memory()
+    late = LateRegistry(store.registry, 0.0)
+    a, b = One(store, "a", registry=late), One(store, "b")
+    async with beating(a, b):
+        late.away = True
+        late.list = _fails
+        await asyncio.sleep(60)
+        assert len(a.replicas.others()) == 1
+        assert len(a.peers) == 1
+
+
+async def _fails(kind: str) -> dict[str, bytes]:
+    raise StoreUnavailable("gone")
+
+
+@in_virtual_time
+async def test_a_peer_whose_record_has_expired_is_asked_for_a_while() -> None:
+    """It may be cut off from the store alone."""
+    store = memory()
+    a, b = One(store, "a"), One(store, "b")
+    async with beating(a, b):
+        for task in b.replicas._tasks:
+            task.cancel()
+        await asyncio.sleep(15)
+        assert not a.replicas.others()
+        assert len(a.peers) == 1
+        await asyncio.sleep(60)
+        assert len(a.peers) == 0
+
+
+@in_virtual_time
+async def test_a_record_is_bounded_however_many_workers_there_are() -> None:
+    store = memory()
+    many = {f"worker-{number}": f"http://worker-{number}.some.where.example:8000" for number in range(2000)}
+    a, b = One(store, "a", workers=many), One(store, "b", workers=many)
+    async with beating(a, b):
+        [value, _] = (await store.registry.list(KIND)).values()
+        record = msgspec.json.decode(value, type=Record)
+        assert len(value) <= MAX_VALUE
+        assert len(record.workers) + record.left_out == 2000
+        assert record.left_out
+        assert a.differing == set()
+
+
+@in_virtual_time
+async def test_what_is_no_record_is_passed_over() -> None:
+    store = memory()
+    a, b = One(store, "a"), One(store, "b")
+    await store.registry.put(KIND, "rubbish", b"{not json", 600)
+    await store.registry.put(KIND, "another", b'{"replica": 3}', 600)
+    async with beating(a, b):
+        assert {each["replica"] for each in a.replicas.view()} == {"a", "b"}
+
+
+@in_virtual_time
+async def test_who_listens_nowhere_has_no_peers_and_is_none() -> None:
+    store = memory()
+    a, b = One(store, "a", port=0), One(store, "b")
+    async with beating(a, b):
+        assert len(a.peers) == len(b.peers) == 0
+        assert len(a.replicas.others()) == 1

@@ -115,8 +115,10 @@ def add_admin(
                     "reason": worker.health.why,
                     "available": worker.available,
                     "in_flight": worker.in_flight,
+                    "max_turns": worker.limit or None,
+                    "queued": worker.queued,
                     "ranks": [
-                        {"rank": target.rank, "in_flight": target.in_flight}
+                        {"rank": target.rank, "in_flight": target.in_flight, "queued": target.queued}
                         for target in worker.targets
                         if target.rank is not None
                     ],

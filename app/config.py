@@ -265,6 +265,8 @@ class Workers(_Group, title="workers"):
     worker_keepalive: float = Field(4.0, ge=0, le=3600)
     """Seconds an idle connection to a worker is kept; below the worker's own limit."""
 
+    max_turns: int = Field(0, ge=0)
+    """Turns that a worker, or each of its ranks, has at once of this replica; 0: no limit. More wait."""
     probe_path: Annotated[str, Spoken("PATH", wrong="not a path; write one like /health, or off")] = Field(
         "/health", pattern=r"^(off|/[\x21-\x7e]*)$"
     )
@@ -389,6 +391,12 @@ class Limits(_Group, title="limits of a turn"):
     """Seconds a worker may pause within an answer; 0: no limit."""
     turn_timeout: float = Field(0.0, ge=0)
     """Seconds for a whole turn; 0: no limit."""
+    max_turns_per_tenant: int = Field(0, ge=0)
+    """Turns that a tenant has at once at this replica; 0: no limit. More wait."""
+    queue_limit: int = Field(1000, ge=0, le=1_000_000)
+    """Turns that may wait at this replica because of max-turns or max-turns-per-tenant; 0: none, they are refused."""
+    queue_timeout: float = Field(30.0, gt=0, le=3600)
+    """Seconds that a turn may wait so, in all, before it is refused: 429 at its tenant's limit, else 503."""
     max_body_bytes: int = Field(64 * MIB, ge=1024)
     """Largest request body, in bytes."""
     max_header_bytes: int = Field(65_536, ge=1024, le=1_048_576)

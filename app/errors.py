@@ -53,6 +53,10 @@ TABLE: dict[str, ErrorShape] = {
     "no_worker": ErrorShape(503, _SERVER, retry=True, retry_after=1),
     "store_unavailable": ErrorShape(503, _SERVER, retry=True, retry_after=1),
     "overloaded": ErrorShape(503, _SERVER, retry=True, retry_after=1),
+    # capacity; how long to wait is estimated where it is known
+    "tenant_limit": ErrorShape(429, "rate_limit_error", retry=True, retry_after=1),
+    "worker_full": ErrorShape(503, _SERVER, retry=True, retry_after=1),
+    "fleet_full": ErrorShape(503, _SERVER, retry=True, retry_after=1),
     # the attempt, before the head; in all but the first the worker may have begun to work on it
     "worker_unreachable": ErrorShape(503, _SERVER, retry=True, retry_after=1),
     "worker_reset": ErrorShape(502, _SERVER),
@@ -84,9 +88,19 @@ _MESSAGES = re.compile(rb"/v1/messages(?:/|$)")
 class TurnError(Exception):
     """A turn cannot go on; `code` is a key of TABLE."""
 
-    def __init__(self, code: str, message: str, *, param: str | None = None, headers: tuple[Header, ...] = ()) -> None:
+    def __init__(
+        self,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: tuple[Header, ...] = (),
+        retry_after: int | None = None,
+    ) -> None:
+        """`retry_after`: seconds, where they are known better than by the table."""
         super().__init__(message)
         self.code = code
+        self.retry_after = retry_after
         self.param = param
         self.headers = headers
 
@@ -152,8 +166,9 @@ def error_response(error: TurnError, path: bytes = b"", request_id: bytes = b"")
         headers.append((b"request-id", request_id))  # where Anthropic's clients look for it
     if shape.retry is not None:
         headers.append((b"x-should-retry", b"true" if shape.retry else b"false"))
-    if shape.retry_after is not None:
-        headers.append((b"retry-after", b"%d" % shape.retry_after))
+    retry_after = shape.retry_after if error.retry_after is None else error.retry_after
+    if retry_after is not None:
+        headers.append((b"retry-after", b"%d" % retry_after))
     return shape.status, headers, body
 
 

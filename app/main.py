@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import random
 import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Container, Iterator
@@ -18,6 +19,7 @@ from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.fleet.capacity import Bounds, Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
@@ -112,6 +114,8 @@ class Router(ControlPlane):
     discovery: Discovery
     prober: Prober
     fleet: Fleet
+    capacity: Capacity | None = None
+    """None: no turns are limited."""
     catalog: Catalog
     metrics: Metrics
     admin_side: ControlPlane
@@ -247,6 +251,21 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                 names=names,
                 peers=peers,
             )
+            bounds = Bounds(
+                per_tenant=settings.limits.max_turns_per_tenant,
+                queue=settings.limits.queue_limit,
+                wait=settings.limits.queue_timeout,
+            )
+            if bounds.per_tenant or settings.workers.max_turns:
+                app.capacity = Capacity(
+                    fleet,
+                    policy,
+                    metrics,
+                    bounds,
+                    serving=catalog.serving,
+                    loop=asyncio.get_running_loop(),
+                    rng=random.Random(),
+                )
             app.turns = Turns(
                 Shared(
                     fleet=fleet,
@@ -266,6 +285,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                     ),
                     metrics=metrics,
                     limits=_turn_limits(settings),
+                    capacity=app.capacity,
+                    bounds=bounds,
                 )
             )
             app.replicas = Replicas(
@@ -442,6 +463,7 @@ def worker_maker(settings: Callable[[], Settings], tls: Tls | None = None) -> Ca
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
+            max_turns=settings().workers.max_turns,
             tls=tls,
             tls_name=spec.tls_name,
             connect_limit=settings().limits.connect_timeout,
@@ -505,6 +527,11 @@ def _register_gauges(app: Router) -> None:
     affinity, metrics, turns = app.affinity, app.metrics, app.turns
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: turns.count)
+    metrics.gauge(
+        "coatcheck_queued_turns",
+        "Turns that wait for a slot.",
+        lambda: app.capacity.waiting if app.capacity is not None else 0,
+    )
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)

@@ -43,6 +43,8 @@ SESSION_PATHS = (
     "/v1/embeddings",
     "other",
 )
+REFUSED_FOR = ("tenant", "target", "fleet")
+REFUSED_WHEN = ("queue_full", "timeout", "shutdown")
 STATUS_CLASSES = ("1xx", "2xx", "3xx", "4xx", "5xx", "none")
 PROBE_RESULTS = ("good", "reachable", "misconfigured", "not_yet", "bad", "unreachable", "nameless")
 WORKER_STATES = ("starting", "up", "suspect", "down")
@@ -224,6 +226,14 @@ class Metrics(Collector):
             "coatcheck_kept_ids",
             "Ids of what workers keep: noted from answers, and followed by requests.",
             {"outcome": KEPT_OUTCOMES},
+        )
+        self.queue_seconds = Histogram(
+            "coatcheck_queue_seconds", "How long turns waited for a slot, of those that waited and got one.", _SECONDS
+        )
+        self.refused = Counter(
+            "coatcheck_turns_refused",
+            "Turns that got no slot, by whose limit and why they did not wait on.",
+            {"limit": REFUSED_FOR, "why": REFUSED_WHEN},
         )
         self.loop_lag = Histogram(
             "coatcheck_loop_lag_seconds", "How late the event loop is, ten times a second.", _LAG_SECONDS

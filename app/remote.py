@@ -207,6 +207,9 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         worker["decided"] = f"by {worker['by']} at {_clock(worker['at'])}" if worker["by"] else None
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
+        if worker.get("max_turns") is not None:
+            waits = f" +{worker['queued']}" if worker["queued"] else ""
+            worker["in_flight"] = f"{worker['in_flight']}/{worker['max_turns']}{waits}"
         worker["models"] = None if worker["models"] is None else _some(worker["models"])
         worker["since"] = _span(worker["since_seconds"])
         if worker["last_error"] is not None:

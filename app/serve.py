@@ -55,6 +55,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _KEPT_BYTES = 16 * 1024 * 1024
 _STOP_MARGIN = 5.0
 """Seconds that a process gets beyond its drain limits before it is killed."""
+_TO_TELL = 0.5
+"""Seconds before the end of a drain, at least, at which turns that still wait are told; a tenth of a long one."""
 _SHORT_LIFE = 1.0
 """A process that lived shorter than this, in seconds, is replaced only after such a pause."""
 
@@ -319,6 +321,11 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._following is not None:
             self._following.cancel()
+        capacity = self._router.capacity
+        if capacity is not None:
+            # Turns that still wait when this time is nearly over will not be served. They are told, not cut.
+            seconds = self.config.timeout_graceful_shutdown or 0
+            asyncio.get_running_loop().call_later(max(0.0, seconds - max(_TO_TELL, seconds / 10)), capacity.close)
         await super().shutdown(sockets)
 
     async def serve_beside(self) -> None:

@@ -40,6 +40,9 @@ class Placed(Protocol):
     @property
     def points(self) -> tuple[int, ...]: ...
 
+    @property
+    def full(self) -> bool: ...
+
 
 T = TypeVar("T", bound=Placed)
 
@@ -82,12 +85,22 @@ class Lineup(Generic[T]):
 class Candidates(Collection[T]):
     """The targets that may serve one request. A policy picks one of at least one."""
 
-    __slots__ = ("_lineup", "_placements", "key", "trial")
+    __slots__ = ("_lineup", "_placements", "_room", "key", "trial")
 
-    def __init__(self, lineup: Lineup[T], *, key: str = "", placements: int = 0, trial: tuple[T, ...] = ()) -> None:
+    def __init__(
+        self,
+        lineup: Lineup[T],
+        *,
+        key: str = "",
+        placements: int = 0,
+        trial: tuple[T, ...] = (),
+        room: bool = False,
+    ) -> None:
         """`key`: of the session that is placed; empty: the turn has none. `placements`: how many there have been.
-        `trial`: the targets of a worker that is to be tried."""
-        self._lineup, self.key, self._placements, self.trial = lineup, key, placements, trial
+        `trial`: the targets of a worker that is to be tried. `room`: some have limits; those that are full are passed
+        over as long as others are not."""
+        self._lineup, self.key, self._placements, self._room = lineup, key, placements, room
+        self.trial = tuple(target for target in trial if not target.full) if room else trial
 
     @classmethod
     def of(cls, targets: Collection[T]) -> Candidates[T]:
@@ -110,9 +123,14 @@ class Candidates(Collection[T]):
     def __getitem__(self, number: int) -> T:
         return (self._lineup.targets + self.trial)[number]
 
+    @property
+    def any_room(self) -> bool:
+        return any(not target.full for target in self)
+
     def walk(self, key: str = "") -> list[T]:
         """The first few by hash of `key` (left out: the session's), without one that is to be tried."""
-        return self._lineup.walk(key or self.key)
+        walk = self._lineup.walk(key or self.key)
+        return list(self._with_room(walk)) if self._room else walk
 
     def in_turn(self) -> tuple[T, ...]:
         """Those whose turn it is: all, or the `_ALL` that come next, one by one."""
@@ -125,12 +143,22 @@ class Candidates(Collection[T]):
     def beside(self, walk: list[T]) -> Sequence[T]:
         """Those to compare with the walk's, and these: all, or of many the walk's alone, which are as good as any."""
         targets = self._lineup.targets
-        return targets if len(targets) <= _ALL else walk
+        if len(targets) > _ALL:
+            return walk
+        return self._with_room(targets) if self._room else targets
 
     def _window(self, begin: int, size: int) -> tuple[T, ...]:
         targets = self._lineup.targets
-        if len(targets) <= _ALL:
-            return targets
-        begin %= len(targets)
-        end = begin + size
-        return targets[begin:end] if end <= len(targets) else targets[begin:] + targets[: end - len(targets)]
+        if len(targets) > _ALL:
+            begin %= len(targets)
+            end = begin + size
+            targets = targets[begin:end] if end <= len(targets) else targets[begin:] + targets[: end - len(targets)]
+        return self._with_room(targets) if self._room else targets
+
+    def _with_room(self, targets: Sequence[T]) -> tuple[T, ...]:
+        """Those of some that are not full; else of all; else, when all are full, these."""
+        return (
+            tuple(target for target in targets if not target.full)
+            or tuple(target for target in self._lineup.targets if not target.full)
+            or tuple(targets)
+        )

@@ -59,11 +59,13 @@ class Worker:
         pool: Pool,
         *,
         ranks: int = 0,
+        max_turns: int = 0,
         tolerance: Tolerance | None = None,
         joins: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it. `joins`: as for Health."""
+        """`ranks`: how many data-parallel ranks it has; 0 when ranks mean nothing to it. `max_turns`: that each of its
+        targets may have at once; 0: any number. `joins`: as for Health."""
         parts = urlsplit(url)
         self.name = name
         self.url = url
@@ -73,7 +75,7 @@ class Worker:
         self.base_path = parts.path.rstrip("/").encode()
         self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
-        self.targets = tuple(Target(self, rank) for rank in range(ranks)) or (Target(self, None),)
+        self.targets = tuple(Target(self, rank, max_turns) for rank in range(ranks)) or (Target(self, None, max_turns),)
         self.changed: Callable[[], None] = lambda: None
         """Told when it is known, marked or named otherwise."""
         self._known, self._leaving = True, False
@@ -134,22 +136,34 @@ class Worker:
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
 
+    @property
+    def limit(self) -> int:
+        """Turns that it may have at once, at all of its targets; 0: any number."""
+        return sum(target.limit for target in self.targets)
+
+    @property
+    def queued(self) -> int:
+        return sum(target.queued for target in self.targets)
+
 
 class Target:
     """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
-    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it, `sessions` those that this
-    replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are the other replicas' (`Fleet.heard`).
+    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it, `queued` turns that wait for a
+    slot here, `sessions` those that this replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are
+    the other replicas' (`Fleet.heard`). `limit`: how many may be in flight at once, 0: any number.
     """
 
-    __slots__ = ("headers", "in_flight", "placed", "points", "rank", "reserved", "sessions", "sessions_elsewhere",
-                 "turns_elsewhere", "worker")  # fmt: skip
+    __slots__ = ("headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved", "sessions",
+                 "sessions_elsewhere", "turns_elsewhere", "worker")  # fmt: skip
 
-    def __init__(self, worker: Worker, rank: int | None) -> None:
+    def __init__(self, worker: Worker, rank: int | None, limit: int = 0) -> None:
         self.worker = worker
         self.rank = rank
+        self.limit = limit
         self.in_flight = 0
         self.reserved = 0
+        self.queued = 0
         self.sessions = 0
         self.turns_elsewhere = self.sessions_elsewhere = 0
         self.points = points_of(worker.name, rank)
@@ -164,12 +178,17 @@ class Target:
     @property
     def load(self) -> float:
         """In turns in flight: the fleet's, those to come, and what counts for some (`Worker.burden`)."""
-        return self.in_flight + self.reserved + self.turns_elsewhere + self.worker.burden
+        return self.in_flight + self.reserved + self.queued + self.turns_elsewhere + self.worker.burden
 
     @property
     def settled(self) -> int:
         """In sessions: the fleet's, and those to come."""
         return self.sessions + self.reserved + self.sessions_elsewhere
+
+    @property
+    def full(self) -> bool:
+        """Has no room for what could go elsewhere: claims being made for it will want a slot."""
+        return 0 < self.limit <= self.in_flight + self.reserved
 
     @contextlib.contextmanager
     def reserve(self) -> Iterator[None]:
@@ -192,6 +211,8 @@ class Fleet:
         """Names that are waited for."""
         self._strangers: dict[str, float] = {}
         """Names that are not waited for, each until when; the oldest first."""
+        self._limited = 0
+        """How many of them have limits."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
         self._lineups: dict[
@@ -208,8 +229,7 @@ class Fleet:
                     f"two workers are called {worker.name!r}: {other.url} and {worker.url}; "
                     "give one another name (--worker URL,name=...)"
                 )
-            self._workers[worker.name] = worker
-            self._look_after(worker)
+            self._welcome(worker)
         self._placements = 0
         self._trial: Worker | None = None
         """The one among the last candidates that was there to be tried."""
@@ -261,8 +281,7 @@ class Fleet:
     def put(self, worker: Worker) -> None:
         """It is of the fleet from now on, in place of one of the same name."""
         self._dismiss(self._workers.get(worker.name))
-        self._workers[worker.name] = worker
-        self._look_after(worker)
+        self._welcome(worker)
         self._strangers.pop(worker.name, None)
         if worker.name in self._awaited:
             self._awaited.pop(worker.name).set()
@@ -272,8 +291,14 @@ class Fleet:
         self._dismiss(self._workers.pop(name, None))
         self._note_strange(name, float("inf"))
 
+    def _welcome(self, worker: Worker) -> None:
+        self._workers[worker.name] = worker
+        self._limited += worker.limit > 0
+        self._look_after(worker)
+
     def _dismiss(self, worker: Worker | None) -> None:
         if worker is not None:
+            self._limited -= worker.limit > 0
             worker.known = False
             worker.pool.close()
 
@@ -304,11 +329,13 @@ class Fleet:
         among: frozenset[str] | None = None,
         *,
         trials: bool = True,
+        with_full: bool = False,
         key: str = "",
     ) -> Candidates[Target]:
         """The targets that may serve a new session (`key`: its), or a turn without one, of the workers named in `among`
         (None: of all): those of workers that are up; of suspected ones too when most are; and one that is due to be
         tried (`trials`). When nobody is up or suspected, all that are not cordoned or gone: trying beats refusing.
+        Those that are full are passed over as long as others have room, unless asked for `with_full`.
 
         What it costs does not depend on how many there are: they are gone through once after each change."""
         lineup, resting = self._lineups.get((among, excluded)) or self._line_up(among, excluded)
@@ -321,7 +348,8 @@ class Fleet:
         if trials and resting:
             self._trial = self._due(resting, now)
         trial = () if self._trial is None else self._trial.targets
-        return Candidates(lineup, key=key, placements=self._placements, trial=trial)
+        room = bool(self._limited) and not with_full
+        return Candidates(lineup, key=key, placements=self._placements, trial=trial, room=room)
 
     def _line_up(
         self, among: frozenset[str] | None, excluded: frozenset[str]
@@ -501,11 +529,12 @@ def make_worker(
     names: Names | None = None,
     tolerance: Tolerance | None = None,
     joins: bool = False,
+    max_turns: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
     """A worker from its URL. `tls` is used for https URLs, `tls_name` for its certificate where that is not of the
-    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already. Raises
-    WorkerError."""
+    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already; `max_turns`: as
+    for Worker. Raises WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -519,4 +548,13 @@ def make_worker(
         idle_limit=idle_limit,
         names=names,
     )
-    return Worker(name or worker_name(url), url, pool, ranks=ranks, tolerance=tolerance, joins=joins, clock=clock)
+    return Worker(
+        name or worker_name(url),
+        url,
+        pool,
+        ranks=ranks,
+        max_turns=max_turns,
+        tolerance=tolerance,
+        joins=joins,
+        clock=clock,
+    )

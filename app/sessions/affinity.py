@@ -78,8 +78,8 @@ class Binding:
         """Join the session through the store: the claim that stands, or a new one as `placement` says.
 
         `how` is then created, stored, cached (another turn here was already at it, or the store could not confirm),
-        rebound or degraded. Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal; then nothing
-        is held.
+        rebound or degraded. Raises TurnError `no_worker`, `store_unavailable` or the placement's refusal, or Full where
+        it would be placed and nobody has room; then nothing is held.
         """
         affinity = self._affinity
         known = affinity._entries.find(self._key)
@@ -454,7 +454,7 @@ class Affinity:
     async def _bind_for_peer(self, ask: Ask, targets: tuple[Target, ...]) -> tuple[Entry, str]:
         """For one that cannot reach the store, within these targets if any. Raises TurnError."""
         refusal = TurnError("store_unavailable", "no claim stands") if ask.standing else None
-        placement = Placement(targets, ask.parent or None, refusal, ask.kept)
+        placement = Placement(targets, ask.parent or None, refusal, ask.kept, full_too=True)
         binding = self.session(ask.key, final=False)
         try:
             await binding.bind(placement)

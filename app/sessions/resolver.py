@@ -43,6 +43,7 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.candidates import Candidates
+from app.fleet.capacity import Full
 from app.fleet.naming import Naming
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
@@ -83,6 +84,10 @@ class Placement(msgspec.Struct, frozen=True):
     """It is no session but something that a worker keeps, which nobody can move."""
     among: frozenset[str] | None = None
     """The names of the workers that will do; None: all."""
+    slot: Target | None = None
+    """Where the turn holds a slot already: there it goes, if it is free to choose."""
+    full_too: bool = False
+    """Also where nobody has room: it waits for its slot at another replica."""
 
 
 ANYWHERE = Placement()
@@ -199,7 +204,7 @@ class Resolver:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where. `known`:
         the session as it was until now."""
         hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
-        elsewhere = Placement(hinted, among=placement.among)
+        elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -403,8 +408,10 @@ class Resolver:
         at = placement.candidates
         if not at and known is not None and known.alone is not None and known.target.worker.known:
             at = (known.target,)  # what was served is the truth
+        elif not at and placement.slot is not None:
+            at = (placement.slot,)
         elif not at and placement.among is not None:
-            at = tuple(self._candidates(lost, placement, trials=False))
+            at = tuple(self._candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(
             Ask(
                 "bind",
@@ -490,12 +497,16 @@ class Resolver:
     ) -> tuple[Target, str, str]:
         """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
         what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: the
-        session's. While the store is suspected to be away, that is proposed which the session gets without it."""
+        session's. While the store is suspected to be away, that is proposed which the session gets without it: there it
+        goes, whatever slot it has, and though it must wait ("hash")."""
         if placement.candidates:
             return least(placement.candidates), "hint", ""
-        parent = ""
         if key and self._claims.suspected:
-            return self._by_hash(key, placement, lost), "policy", ""
+            return self._by_hash(key, placement, lost), "hash", ""
+        slot = placement.slot
+        if slot is not None and slot.worker.known and slot.worker.name not in lost:
+            return slot, "policy", ""
+        parent = ""
         if placement.parent is not None:
             near = await self._near(placement.parent)
             candidates = self._candidates(lost, placement, trials=False)  # as they are now
@@ -513,7 +524,9 @@ class Resolver:
         return self._by_hash(key)
 
     async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
-        target, _, parent = await self.choose(placement, lost, key)
+        target, why, parent = await self.choose(placement, lost, key)
+        if target.full and why in ("parent", "policy") and target is not placement.slot and not placement.full_too:
+            raise Full("fleet_full", "every worker has as many turns as it may have")
         if parent:
             self._metrics.parents.inc(parent)
         self._fleet.note_placed(target)
@@ -530,14 +543,22 @@ class Resolver:
         return None if claim is None else self._meant(claim)
 
     def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
-        """Of what the client's hint names, if there is one."""
-        hinted = placement.candidates
-        return rendezvous(key, Candidates.of(hinted) if hinted else self._candidates(lost, placement, trials=False))
+        """Of what the client's hint names, if there is one. What is full here may have room elsewhere: without the
+        store, replicas agree only on what all see alike."""
+        if placement.candidates:
+            return rendezvous(key, Candidates.of(placement.candidates))
+        return rendezvous(key, self._candidates(lost, placement, trials=False, with_full=True))
 
     def _candidates(
-        self, lost: frozenset[str], placement: Placement, *, trials: bool = True, key: str = ""
+        self,
+        lost: frozenset[str],
+        placement: Placement,
+        *,
+        trials: bool = True,
+        with_full: bool = False,
+        key: str = "",
     ) -> Candidates[Target]:
-        candidates = self._fleet.candidates(lost, placement.among, trials=trials, key=key)
+        candidates = self._fleet.candidates(lost, placement.among, trials=trials, with_full=with_full, key=key)
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

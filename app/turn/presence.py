@@ -22,13 +22,14 @@ class Presence:
     """Whether the client of one turn is still there.
 
     `_pending` is the task that is waited for and that the client's leaving cancels; None: nothing, or nothing that may
-    be cancelled."""
+    be cancelled. `_give_up` is called when the client leaves, so that a wait in place ends."""
 
-    __slots__ = ("_pending", "gone", "loop")
+    __slots__ = ("_give_up", "_pending", "gone", "loop")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._pending: asyncio.Task[Any] | None = None
+        self._give_up: Callable[[], object] | None = None
         self.gone = False
 
     def left(self) -> None:
@@ -36,6 +37,8 @@ class Presence:
         self.gone = True
         if self._pending is not None:
             self._pending.cancel()
+        if self._give_up is not None:
+            self._give_up()
 
     def raise_if_gone(self) -> None:
         """Raises ClientDisconnected when it has left."""
@@ -57,6 +60,17 @@ class Presence:
             _give_back(task, undo)
             raise ClientDisconnected
         return task.result()
+
+    async def unless_gone_before(self, wake: Wake, give_up: Callable[[], object]) -> None:
+        """Wait in place for `wake`, without a task. `give_up` is called as soon as the client leaves, and must have the
+        wake set soon, not at once. Raises ClientDisconnected."""
+        self.raise_if_gone()
+        self._give_up = give_up
+        try:
+            await wake
+        finally:
+            self._give_up = None
+        self.raise_if_gone()
 
     async def in_any_case(self, work: Coroutine[Any, Any, T], undo: Callable[[T], object] = nothing) -> T:
         """The result of `work`, which runs in a task, whether the client leaves or not."""

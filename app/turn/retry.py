@@ -26,6 +26,7 @@ from types import TracebackType
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.capacity import Slot
 from app.fleet.health import Health
 from app.fleet.workers import Target, Worker
 from app.http.inplace import Driven, Wake
@@ -137,27 +138,42 @@ def blame(health: Health, failure: AttemptFailed) -> None:
 class Attempt:
     """One try. A context: it holds the target's slot, and a connection from `send` on, until it is left."""
 
-    __slots__ = ("_loop", "_metrics", "_presence", "_upload", "connection", "target", "upload_fault")
+    __slots__ = ("_loop", "_metrics", "_presence", "_slot", "_upload", "connection", "target", "upload_fault")
 
-    def __init__(self, target: Target, presence: Presence, metrics: Metrics, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self,
+        target: Target,
+        presence: Presence,
+        metrics: Metrics,
+        loop: asyncio.AbstractEventLoop,
+        slot: Slot | None = None,
+    ) -> None:
+        """`slot`: the one at `target` that was taken for it already, where they are limited."""
         self.target, self._presence, self._metrics, self._loop = target, presence, metrics, loop
+        self._slot = slot
         self.connection: WorkerConnection | None = None
         self._upload: Driven | None = None
         self.upload_fault: Exception | None = None
         """Why the rest of the request could not be sent."""
 
     def __enter__(self) -> Attempt:
-        self.target.in_flight += 1
+        if self._slot is None:
+            self.target.in_flight += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.target.in_flight -= 1
+        cut = False
         if self.connection is not None:
+            cut = not self.connection.response.complete
             self.connection.release()
         if self._upload is not None:
             self._upload.close()
+        if self._slot is None:
+            self.target.in_flight -= 1
+        else:
+            self._slot.give_back(cut=cut)
 
     @property
     def came(self) -> bool:

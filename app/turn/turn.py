@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -17,12 +18,14 @@ from typing import Any
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
+from app.fleet.capacity import Bounds, Capacity, Choice, Full
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
+from app.sessions.resolver import Placement
 from app.sessions.spread import Hold
 from app.turn.answer import Answer
 from app.turn.kept import Kept
@@ -30,10 +33,13 @@ from app.turn.presence import Presence
 from app.turn.request import Reading, Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
 from app.turn.routing import Decision, Hint, Routing
+from app.turn.slots import Slots
 
 log = logging.getLogger("coatcheck.turn")
 
-_UNPLACED = frozenset({"no_worker", "store_unavailable", "overloaded", "worker_unreachable"})
+_UNPLACED = frozenset(
+    {"no_worker", "store_unavailable", "overloaded", "worker_unreachable", "worker_full", "fleet_full"}
+)
 """Errors of turns that no worker was given."""
 _AFTER_THE_LAST = 1.0
 """Seconds that are waited, at least, for what should follow an answer's last event."""
@@ -56,6 +62,10 @@ class Shared(msgspec.Struct, frozen=True):
     routing: Routing
     metrics: Metrics
     limits: Limits
+    capacity: Capacity | None = None
+    """None: as many turns as come, anywhere."""
+    bounds: Bounds = Bounds()
+    """Of waiting for a slot."""
 
 
 class Turns:
@@ -112,6 +122,8 @@ class Turn:
     """The names of the workers that serve its model; None: all do, or it names none."""
     _hint: Hint | None = None
     _kept: Kept | None = None
+    _slots: Slots | None = None
+    """None: nothing is limited."""
     _decision: Decision | None = None
     _attempt: Attempt | None = None
     _answer: Answer | None = None
@@ -180,6 +192,8 @@ class Turn:
         if request.may_hint:
             self._hint = shared.routing.hint(request, self._exchange)
         self._kept = shared.routing.kept(request, self._exchange)
+        if shared.capacity is not None:
+            self._slots = Slots(shared.capacity, shared.bounds, request.tenant, self._presence, self._began)
         self._presence.raise_if_gone()
 
     async def _route(self) -> None:
@@ -195,7 +209,7 @@ class Turn:
             maker = kept.target
         if binding is not None:
             if not binding.bind_cached():
-                await self._claim(binding.bind(routing.placement(self._request, self._hint, maker, self._among)))
+                await self._bind(binding.bind, routing.placement(self._request, self._hint, maker, self._among))
             if self._among is not None and maker is None and binding.target.worker.name not in self._among:
                 binding = await self._go_beside(binding, self._among)
             health = binding.target.worker.health
@@ -214,12 +228,18 @@ class Turn:
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
         request, metrics = self._request, self._shared.metrics
+        slots = self._slots
         once = fresh = request.once
         killed = busy = False
         lost: frozenset[str] = frozenset()
         while True:
             assert self._decision is not None
-            with Attempt(self._decision.target, self._presence, metrics, self._loop) as attempt:
+            slot = None
+            if slots is not None:
+                while not slots.ready(self._decision.target):
+                    await self._wait_for_slot(slots, self._decision, lost)
+                slot = slots.hand_over()
+            with Attempt(self._decision.target, self._presence, metrics, self._loop, slot) as attempt:
                 self._attempt = attempt
                 worker = attempt.target.worker
                 try:
@@ -327,6 +347,8 @@ class Turn:
             self._binding.release()
         if self._kept is not None:
             self._kept.release()
+        if self._slots is not None:
+            self._slots.give_back()
         if self._presence.gone:
             self._outcome = "aborted"
         metrics, decision, answer = self._shared.metrics, self._decision, self._answer
@@ -355,9 +377,9 @@ class Turn:
         beside = routing.beside(request)
         self._binding = spread = routing.spread(session, beside)
         if not beside.bind_cached():
-            await self._claim(beside.bind(routing.placement(request, self._hint, among=among)))
+            await self._bind(beside.bind, routing.placement(request, self._hint, among=among))
         worker = beside.target.worker.name
-        if worker not in among:  # it served the model once
+        if self._among is not None and worker not in self._among:  # it served the model once
             await self._rebind(spread, frozenset({worker}))
         return spread
 
@@ -367,7 +389,8 @@ class Turn:
         metrics.affinity.cells[decision.how,] += 1
         if decision.overrides:
             metrics.hints_overridden.inc()
-        if decision.how in ("none", "bypassed"):  # the affinity notes where it places sessions
+        # The affinity notes where it places sessions, and the capacity where those go that waited.
+        if decision.how in ("none", "bypassed") and not decision.target.full:
             self._shared.fleet.note_placed(decision.target)
 
     def _note_unnamed(self) -> None:
@@ -404,10 +427,11 @@ class Turn:
 
     async def _is_taken_elsewhere(self, busy: frozenset[str]) -> bool:
         """The workers in `busy` have answered 503. Whether there is another one: then the turn goes there."""
-        if not self._shared.fleet.has_other(busy, self._among):
+        fleet, among = self._shared.fleet, self._among
+        if not fleet.has_other(busy, among) or all(target.full for target in fleet.candidates(busy, among)):
             return False
         try:
-            await self._take(busy)
+            await self._take(busy, waits=False)
         except TurnError:
             return False
         return True
@@ -416,27 +440,32 @@ class Turn:
         """The session's worker is down, or gone: it moves, if there is a worker that is not."""
         lost = frozenset({binding.target.worker.name})
         if (self._kept is None or self._kept.target is None) and self._shared.fleet.has_other(lost, self._among):
-            with contextlib.suppress(TurnError):  # then it stays where it is, and is told what comes of it
+            try:
                 await self._rebind(binding, lost)
+            except Full:
+                raise
+            except TurnError:
+                pass  # it stays where it is, and is told what comes of it
 
-    async def _rebind(self, binding: Hold, lost: frozenset[str]) -> None:
+    async def _rebind(self, binding: Hold, lost: frozenset[str], *, waits: bool = True) -> None:
         """Raises TurnError."""
         left = binding.target.worker
         placement = self._shared.routing.placement(self._request, self._hint, among=self._among)
-        await self._claim(binding.rebind(lost, placement))
+        await self._bind(functools.partial(binding.rebind, lost), placement, lost, waits=waits)
         if binding.target.worker is not left:
             left.cells.moved_from += 1
             binding.target.worker.cells.moved_to += 1
 
-    async def _take(self, lost: frozenset[str]) -> None:
-        """Decide on a target away from the workers in `lost`. Raises TurnError."""
+    async def _take(self, lost: frozenset[str], *, waits: bool = True) -> None:
+        """Decide on a target away from the workers in `lost`; `waits`: also when all are full, until one is not. Raises
+        TurnError."""
         routing, binding = self._shared.routing, self._binding
         if binding is None:
             self._go(routing.without_session(self._hint, lost, self._among))
         elif binding.target.worker.name not in lost:  # it was passed over for the one that is lost
             self._go(Decision(binding.target, "cached", "memory"))
         else:
-            await self._rebind(binding, lost)
+            await self._rebind(binding, lost, waits=waits)
             self._go(Decision(binding.target, binding.how, "memory"))
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
@@ -446,8 +475,65 @@ class Turn:
             raise kept.lost(failure)
         try:
             await self._take(lost)
+        except Full:
+            raise
         except TurnError as none_left:
             raise TurnError("worker_unreachable", f"no worker can be reached ({failure})") from none_left
+
+    async def _wait_for_slot(self, slots: Slots, decision: Decision, lost: frozenset[str]) -> None:
+        """Until there is one where it is to go; or, where it is free to choose, anywhere: then it goes there.
+        Raises TurnError or ClientDisconnected."""
+        binding, kept = self._binding, self._kept
+        at_maker = kept is not None and kept.target is not None
+        self._decision = None  # no worker is given it while it waits
+        if binding is None and self._hint is None and not at_maker:
+            target = await self._wait_anywhere(slots, lost)
+            self._decision = Decision(target, decision.how, decision.because)
+            return
+        moves = binding is not None and decision.target is binding.target and not at_maker
+        if await slots.wait(decision.target, self._choice(lost), stays=not moves) is None and binding is not None:
+            await self._leave(binding)
+            if binding.target is not decision.target:
+                self._go(Decision(binding.target, binding.how, "memory"))
+                return
+        self._decision = decision
+
+    async def _bind(
+        self,
+        work: Callable[[Placement], Coroutine[Any, Any, None]],
+        placement: Placement,
+        lost: frozenset[str] = frozenset(),
+        *,
+        waits: bool = True,
+    ) -> None:
+        """Be bound by what `work` makes of the placement: where the policy would choose and nobody has room, at the
+        first that has, with its slot held. `waits`: else it raises Full. Raises TurnError or ClientDisconnected."""
+        slots = self._slots
+        if slots is None or not waits or placement.candidates or placement.refusal or slots.allowed:
+            try:
+                await self._claim(work(placement))
+                return
+            except Full:
+                if slots is None or not waits:
+                    raise
+        while True:
+            target = await self._wait_anywhere(slots, lost)
+            with contextlib.suppress(Full):  # its worker left just then
+                await self._claim(work(msgspec.structs.replace(placement, among=self._among, slot=target)))
+                return
+
+    async def _wait_anywhere(self, slots: Slots, lost: frozenset[str]) -> Target:
+        """Where a slot is held now. Raises TurnError or ClientDisconnected."""
+        target = await slots.wait(None, self._choice(lost))
+        assert target is not None
+        model = self._request.fields.model
+        serving = self._shared.routing.serving(model) if model else None
+        if serving is None or serving:  # as it is now: that worker may have come since
+            self._among = serving
+        return target
+
+    def _choice(self, lost: frozenset[str]) -> Choice:
+        return Choice(lost, self._request.fields.model or None, self._among)
 
     async def _claim(self, work: Coroutine[Any, Any, None]) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody

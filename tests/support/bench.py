@@ -6,15 +6,21 @@ rest: hundreds of tests have one each. Only `Bench.__init__` knows what it is ma
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import random
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import uvicorn
 
 from app.fleet.candidates import Candidates
+from app.fleet.capacity import Bounds, Capacity
+from app.fleet.catalog import Catalog
+from app.fleet.models import ModelLists
 from app.fleet.policies import Policy
-from app.fleet.workers import Fleet, Target, Worker, make_worker
+from app.fleet.workers import Fleet, Target, Worker, WorkerSpec, make_worker
 from app.http.client import ClientLimits, client_protocol
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
@@ -53,13 +59,26 @@ class Bench:
         client_limits: ClientLimits | None = None,
         connect_limit: float = 5.0,
         idle_limit: float = 60.0,
+        max_turns: int = 0,
+        ranks: int = 0,
+        bounds: Bounds | None = None,
+        models: Sequence[str] = (),
         tls: Any = None,
         **affinity: Any,
     ) -> None:
+        """`models`: the one that each worker serves; none: all serve any."""
         self.store = store or ScriptedStore(MemoryStore())
         self.metrics = Metrics()
         self.fleet = Fleet(
-            make_worker(url, name=f"w{number}", connect_limit=connect_limit, idle_limit=idle_limit, tls=lambda: tls)
+            make_worker(
+                url,
+                name=f"w{number}",
+                connect_limit=connect_limit,
+                idle_limit=idle_limit,
+                max_turns=max_turns,
+                ranks=ranks,
+                tls=lambda: tls,
+            )
             for number, url in enumerate(urls)
         )
         policy = policy or in_order
@@ -67,15 +86,39 @@ class Bench:
             self.store, self.fleet, policy, self.metrics, replica="r1", ttl=1800.0, **({"close_limit": 5.0} | affinity)
         )
         self.hasher = KeyHasher()
-        routing = Routing(
-            fleet=self.fleet, policy=policy, affinity=self.affinity, hasher=self.hasher, metrics=self.metrics
+        self.catalog = Catalog(
+            self.fleet, ModelLists(self.fleet, ssl.create_default_context), list, interval=60 if models else 0
         )
+        for number, model in enumerate(models):
+            self.serves(number, model)
+        routing = Routing(
+            fleet=self.fleet,
+            policy=policy,
+            affinity=self.affinity,
+            hasher=self.hasher,
+            metrics=self.metrics,
+            catalog=self.catalog,
+        )
+        self.capacity: Capacity | None = None
+        if max_turns or bounds is not None:
+            loop, rng = asyncio.get_running_loop(), random.Random(1)
+            self.capacity = Capacity(
+                self.fleet,
+                policy,
+                self.metrics,
+                bounds or Bounds(),
+                serving=self.catalog.serving,
+                loop=loop,
+                rng=rng,
+            )
         shared = Shared(
             fleet=self.fleet,
             reading=reading or Reading(),
             routing=routing,
             metrics=self.metrics,
             limits=limits or Limits(),
+            capacity=self.capacity,
+            bounds=bounds or Bounds(),
         )
         self.running = Turns(shared)
         self.config = uvicorn.Config(
@@ -98,6 +141,12 @@ class Bench:
     def worker(self, number: int = 0) -> Worker:
         return list(self.fleet)[number]
 
+    def serves(self, number: int, *models: str) -> None:
+        """The worker serves these from now on."""
+        worker = self.worker(number)
+        worker.spec = WorkerSpec(name=worker.name, url=worker.url, models=models)
+        self.catalog.fleet_changed()
+
     def request(self, *headers: tuple[bytes, bytes], **settings: Any) -> Call:
         return Call(self.entrance, headers, **settings)
 
@@ -116,6 +165,8 @@ class Bench:
 
     async def rest(self) -> None:
         await at_rest(lambda: self.turns, self.affinity, self.fleet)
+        if self.capacity is not None:
+            assert (self.capacity.running, self.capacity.waiting) == (0, 0)
 
     async def close(self) -> None:
         await self.affinity.aclose()
@@ -127,7 +178,8 @@ class Bench:
 async def at_rest(turns: Callable[[], int], affinity: Affinity, fleet: Fleet) -> None:
     """Wait until no turn runs; then every counter must be 0."""
     await until(lambda: not turns())
-    await until(lambda: not any(target.in_flight or target.reserved for each in fleet for target in each.targets))
+    targets = [target for each in fleet for target in each.targets]
+    await until(lambda: not any(target.in_flight or target.reserved or target.queued for target in targets))
     assert affinity.active_turns == 0
 
 

@@ -1,0 +1,210 @@
+"""Limits of turns, between real processes: one replica with `max-turns` before two workers, and two tenants. What
+counts is what the workers say that they had at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from app.sessions.tenants import new_key
+from tests.e2e.conftest import new_session
+from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
+from tests.support.wire import Cut, ask, turn
+
+MAX_TURNS = 2
+FLOOD = 50
+SLOTS = 4
+QUEUE = 60
+
+
+@dataclass
+class Fleet:
+    workers: list[Worker]
+    replica: Replica
+    keys: dict[str, str]
+
+    async def turn(self, tenant: str, session: str | None = None, **how: Any) -> int:
+        key = [("authorization", f"Bearer {self.keys[tenant]}")]
+        return (await turn(self.replica.url, session=session, headers=key, **how)).status
+
+    async def records(self) -> list[dict[str, Any]]:
+        return [record for worker in self.workers for record in await turns(worker)]
+
+    def client(self, tenant: str, **options: Any) -> OpenAI:
+        http = openai.DefaultHttpxClient(trust_env=False, verify=False)
+        return OpenAI(api_key=self.keys[tenant], base_url=f"{self.replica.url}/v1", http_client=http, **options)
+
+
+def started(processes: Processes, *options: str) -> Fleet:
+    made = {tenant: new_key(tenant) for tenant in ("flood", "small")}
+    file = processes.folder / "keys"
+    file.write_text("".join(f"{line}\n" for _, line in made.values()))
+    workers = processes.workers(2, "--ttft-ms", "10", "--itl-ms", "5")
+    limits = [f"--max-turns={MAX_TURNS}", f"--queue-limit={QUEUE}", f"--api-keys={file}", *options]
+    (replica,) = processes.replicas(1, workers, processes.folder / "claims", *limits)
+    return Fleet(workers, replica, {tenant: key for tenant, (key, _) in made.items()})
+
+
+@pytest.fixture(scope="module")
+def running(module_processes: Processes) -> Fleet:
+    return started(module_processes, "--max-turns-per-tenant=3")
+
+
+@pytest.fixture
+async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
+    """With everything given back at the end."""
+    yield running
+    for gauge in ("coatcheck_in_flight", "coatcheck_turns_running", "coatcheck_queued_turns"):
+        await wait_until(lambda gauge=gauge: _is_zero(running.replica, gauge), 10)  # type: ignore[misc]
+    samples = await metrics(running.replica)
+    assert not total(samples, "coatcheck_turns_total", 'outcome="failed"')
+    for worker in running.workers:
+        assert await _most_at_once(worker) <= MAX_TURNS
+
+
+async def _is_zero(replica: Replica, gauge: str) -> bool:
+    return total(await metrics(replica), gauge) == 0
+
+
+async def _most_at_once(worker: Worker) -> int:
+    changes: list[tuple[float, int]] = []
+    for record in await turns(worker):
+        changes += [(record["start"], 1), (record["end"] or time.time(), -1)]
+    most = now = 0
+    for _, change in sorted(changes):
+        now += change
+        most = max(most, now)
+    return most
+
+
+async def test_beside_a_flood_a_tenant_waits_at_most_twice_as_long(processes: Processes) -> None:
+    """In turns that the workers serve from its asking to its answer, 95 of 100."""
+    fleet = started(processes)
+
+    async def served_meanwhile(flood: int) -> int:
+        asked: list[tuple[float, float]] = []
+        over = False
+
+        async def floods() -> None:
+            while not over:
+                assert await fleet.turn("flood", tokens=4) == 200
+
+        async def asks() -> None:
+            for _ in range(6):
+                began = time.time()
+                assert await fleet.turn("small", tokens=4) == 200
+                asked.append((began, time.time()))
+
+        flooding = [asyncio.create_task(floods()) for _ in range(flood)]
+        if flood:
+            await wait_until(lambda: _queued(fleet, flood - SLOTS), 10)
+        await asyncio.gather(*(asks() for _ in range(2 * SLOTS)))
+        over = True
+        await asyncio.gather(*flooding)
+        ends = [record["end"] for record in await fleet.records()]
+        counts: list[int] = sorted(sum(began <= end <= ended for end in ends) for began, ended in asked)
+        return counts[len(counts) * 95 // 100]
+
+    alone, beside = await served_meanwhile(0), await served_meanwhile(FLOOD)
+    assert beside <= 2 * alone, (alone, beside)
+    for worker in fleet.workers:
+        assert await _most_at_once(worker) <= MAX_TURNS
+
+
+async def _queued(fleet: Fleet, least: int) -> bool:
+    return total(await metrics(fleet.replica), "coatcheck_queued_turns") >= least
+
+
+async def test_clients_that_leave_at_any_time_leave_nothing_behind(fleet: Fleet) -> None:
+    rng = random.Random(7)
+
+    async def client() -> None:
+        session = new_session() if rng.random() < 0.5 else None
+        leaves = rng.uniform(0.0, 0.3) if rng.random() < 0.5 else 10.0
+        try:
+            async with asyncio.timeout(leaves):
+                await fleet.turn(rng.choice(["flood", "small"]), session, tokens=3, stream=rng.random() < 0.5)
+        except (TimeoutError, Cut, OSError):
+            pass
+
+    for _ in range(6):
+        await asyncio.gather(*(client() for _ in range(50)))
+
+
+def test_the_official_client_sees_its_own_limit_and_a_full_fleet_apart(fleet: Fleet) -> None:
+    asyncio.run(_official(fleet))
+
+
+async def _official(fleet: Fleet) -> None:
+    def ask_with(tenant: str, **options: Any) -> Any:
+        with fleet.client(tenant, **options) as client:
+            return client.chat.completions.create(
+                model="mock-model", messages=[{"role": "user", "content": "hello"}], max_tokens=2
+            )
+
+    async def hold(tenant: str, count: int) -> list[asyncio.Task[int]]:
+        return [asyncio.create_task(fleet.turn(tenant, tokens=120)) for _ in range(count)]
+
+    held = await hold("flood", 3 + QUEUE)
+    await wait_until(lambda: _queued(fleet, QUEUE), 10)
+    with pytest.raises(openai.RateLimitError) as limited:
+        await asyncio.to_thread(ask_with, "flood", max_retries=0)
+    assert limited.value.code == "tenant_limit"
+    assert 1 <= int(limited.value.response.headers["retry-after"]) <= 30
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    await wait_until(lambda: _is_zero(fleet.replica, "coatcheck_in_flight"), 5)
+
+    held = [*await hold("flood", 2), *await hold("small", 2)]
+    await wait_until(lambda: _in_flight(fleet, SLOTS), 10)
+    shown = await ask(fleet.replica.url, target="/admin/workers", headers=[("host", "localhost")])
+    assert [(each["in_flight"], each["max_turns"]) for each in shown.json["workers"]] == [(2, 2)] * 2
+    # Shares of the queue are even as well: one who has less of it than another would be let in.
+    held += [*await hold("flood", QUEUE // 2), *await hold("small", QUEUE // 2)]
+    await wait_until(lambda: _queued(fleet, QUEUE), 10)
+    with pytest.raises(openai.InternalServerError) as full:
+        await asyncio.to_thread(ask_with, "flood", max_retries=0)
+    assert full.value.status_code == 503
+    assert full.value.code == "fleet_full"
+    assert 1 <= int(full.value.response.headers["retry-after"]) <= 30
+    began = time.monotonic()
+    retrying = asyncio.create_task(asyncio.to_thread(ask_with, "flood", max_retries=5))
+    await asyncio.sleep(0.3)
+    for task in held:
+        task.cancel()
+    await asyncio.gather(*held, return_exceptions=True)
+    assert (await retrying).choices[0].message.content
+    assert time.monotonic() - began >= 1.0  # as it was told, and no sooner
+
+
+async def _in_flight(fleet: Fleet, count: int) -> bool:
+    return total(await metrics(fleet.replica), "coatcheck_in_flight") == count
+
+
+async def test_turns_that_wait_when_the_router_is_stopped_are_told(processes: Processes) -> None:
+    fleet = started(processes, "--drain-timeout=1")
+    held = [asyncio.create_task(fleet.turn("flood", tokens=2000)) for _ in range(SLOTS)]
+    await wait_until(lambda: _in_flight(fleet, SLOTS), 10)
+    waits = [asyncio.create_task(_said(fleet)) for _ in range(5)]
+    await wait_until(lambda: _queued(fleet, 5), 10)
+    fleet.replica.process.terminate()
+    for status, body in await asyncio.gather(*waits):
+        assert (status, body["error"]["code"]) == (503, "fleet_full")
+        assert "stopped" in body["error"]["message"]
+    await asyncio.gather(*held, return_exceptions=True)
+
+
+async def _said(fleet: Fleet) -> tuple[int, Any]:
+    key = [("authorization", f"Bearer {fleet.keys['small']}")]
+    answer = await turn(fleet.replica.url, headers=key, tokens=2)
+    return answer.status, json.loads(answer.body)

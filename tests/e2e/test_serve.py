@@ -172,7 +172,7 @@ def test_several_processes_share_a_port_and_a_dead_one_is_replaced(
 
 def test_the_processes_do_not_outlive_a_killed_parent(serve: Callable[..., Router], tmp_path: Path) -> None:
     router = serve("--claims", tmp_path.as_uri(), "--processes", "2")
-    assert router.status("/health") == 200
+    assert holds(lambda: router.status("/health") == 200)
     pid = router.process.pid
     pids = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     router.process.kill()

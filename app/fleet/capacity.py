@@ -68,7 +68,7 @@ ANYTHING = Choice()
 
 
 class Full(TurnError):
-    """There is no slot: for now, or any more in the time that a turn may wait."""
+    """There is no slot: not at once, or not within the time that a turn may wait."""
 
 
 class Slot:

@@ -57,7 +57,7 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
             await self._settled
             if self._failure is not None:
                 raise self._failure
-        except BaseException:
+        except BaseException:  # also when cancelled: the connection is nobody else's yet, and it is raised on
             self.abort()
             raise
 

@@ -162,8 +162,8 @@ class Router(ControlPlane):
 
     async def follow(self, settings: Settings) -> None:
         """Go by these settings from now on, which differ only in what can change while turns run
-        (`Settings.changed_by`). Turns that run keep what they began with. Raises ValueError or OSError where a file or
-        a store that they name cannot be used; then nothing has changed."""
+        (`EffectiveSettings.change`). Turns that run keep what they began with. Raises ValueError or OSError where a
+        file or a store that they name cannot be used; then nothing has changed."""
         keys = Keys.read(settings)
         assert self.claims is not None
         labels, new = await open_sources(settings, self.claims, [each.source.label for each in self.discovery.sources])

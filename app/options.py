@@ -10,23 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from app import Trouble
-from app.config import (
-    CONFIG_VARIABLE,
-    SETTINGS,
-    Origin,
-    Setting,
-    Settings,
-    config_file,
-    mask,
-    read_settings,
-    shown_value,
-)
+from app.config import SETTINGS, Setting, Settings, mask, shown_value
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.health import Probe
 from app.fleet.workers import Fleet, worker_specs
 from app.main import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
+from app.sources import CONFIG_VARIABLE, Origin, config_file, read_settings
 from backends.base import StoreConfigurationError, StoreError
 
 _NO_WORKER = (

@@ -18,8 +18,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from app import Trouble
-from app.config import EffectiveSettings, Settings, mask
+from app.config import Settings, mask
 from app.fleet.discovery.source import Aside
+from app.sources import EffectiveSettings
 
 log = logging.getLogger("coatcheck")
 
@@ -67,7 +68,7 @@ class Rereading:
         self._asked = False
         self._acted_on = stamps
         try:
-            settings, changed, fixed = self.settings.changed_by(self._read())
+            settings, changed, fixed = self._read().change(self.settings)
         except Trouble as trouble:
             for line in trouble.lines:
                 log.warning("the settings stay as they were: %s", line)

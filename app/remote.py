@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from app import Trouble
-from app.config import CONFIG_VARIABLE, SETTINGS, read_settings
+from app.config import SETTINGS
 from app.listening import read_place
+from app.sources import CONFIG_VARIABLE, read_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT = 10.0

@@ -19,10 +19,11 @@ import httpx
 import pytest
 
 from app import children
-from app.config import Settings, read_settings
+from app.config import Settings
 from app.reloading import Rereading
 from app.serve import listen
 from app.serve import serve as serve_here
+from app.sources import read_settings
 
 ROOT = Path(__file__).parents[2]
 

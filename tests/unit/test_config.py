@@ -11,7 +11,8 @@ import certifi
 import pytest
 from pydantic import SecretStr
 
-from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings, SettingsError, mask, read_settings, shown_value
+from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings, mask, shown_value
+from app.sources import SettingsError, read_settings
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"
@@ -532,12 +533,12 @@ def test_what_can_change_while_the_router_runs_does_and_the_rest_is_named(tmp_pa
     file = written(tmp_path, 'worker = "http://a:1"\nidle-timeout = 5')
     before = read_settings({"port": "1"}, file).settings
     written(tmp_path, 'worker = "http://b:1"\nidle-timeout = 6\nsession-ttl = 9\nport = 7')
-    after, changed, fixed = before.changed_by(read_settings({"port": "1"}, file))
+    after, changed, fixed = read_settings({"port": "1"}, file).change(before)
     assert (after.workers.worker, after.limits.idle_timeout) == (("http://b:1",), 6.0)
     assert (after.store.session_ttl, after.listen.port) == (before.store.session_ttl, 1)
     assert (changed, fixed) == (["worker", "idle-timeout"], ["session-ttl"])
     # What is made anew at each reading is no change: replica, and the folder of the claims.
-    same, changed, fixed = after.changed_by(read_settings({"port": "1", "session_ttl": "1800"}, file))
+    same, changed, fixed = read_settings({"port": "1", "session_ttl": "1800"}, file).change(after)
     assert (same, changed, fixed) == (after, [], [])
     assert set(CHANGEABLE) <= set(SETTINGS)
 

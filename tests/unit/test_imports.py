@@ -18,6 +18,7 @@ STARTERS = {
     "app.__main__",
     "app.cli",
     "app.config",
+    "app.sources",
     "app.options",
     "app.listening",
     "app.remote",

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from app.config import EffectiveSettings, Settings, read_settings
+from app.config import Settings
 from app.fleet.discovery.records import WORKERS, WorkerRecord, decode_record
 from app.register import Engine, Registration, Sign
 from app.reloading import Passed, Rereading
+from app.sources import EffectiveSettings, read_settings
 from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
 from tests.support.fakes import in_virtual_time

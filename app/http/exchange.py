@@ -267,7 +267,7 @@ class Exchange:
                 self._sized = True
                 self._head = head + b"\r\nconnection: upgrade\r\nupgrade: " + self.switches + b"\r\n\r\n"
                 return
-        if self.method == b"HEAD" or status == 204 or status == 304:
+        if self.method == b"HEAD" or status in (204, 304):
             self._no_body = self._sized = True
         elif b"\r\ncontent-length: " in head:
             self._sized = True

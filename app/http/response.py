@@ -65,6 +65,10 @@ class Response:
 
     def __init__(self) -> None:
         self._parser: Any = self._new_parser()
+        # Of these only the last response of a connection leaves anything behind.
+        self.close_delimited = self.raw = self._interim = False
+        self._seen = b""
+        self._refusal: httptools.HttpParserError | None = None
         self.begin(Expected.ANSWER, None)
 
     @property
@@ -80,13 +84,10 @@ class Response:
     def begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
         self.status = 0
         self.headers: list[Header] = []
-        self.complete = self.close_delimited = self.raw = False
+        self.complete = self._framed = self._coded = self._chunk_ended = False
         self.keep_alive = True
         self._expected, self.on_interim = expected, on_interim
         self._head_bytes = self._overhead = 0
-        self._interim = self._framed = self._coded = self._chunk_ended = False
-        self._seen = b""
-        self._refusal: httptools.HttpParserError | None = None
         self.pieces: list[bytes] = []
 
     def drop(self) -> None:
@@ -191,7 +192,7 @@ class Response:
             self._parser = self._new_parser()
             if self._announces_body():
                 self.keep_alive = False
-        elif status == 204 or status == 304:
+        elif status in (204, 304):
             if self._announces_body():
                 self.keep_alive = False
         elif not self._framed:

@@ -49,8 +49,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_known", "_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health",
-                 "host_line", "name", "newness", "origin", "pool", "spec", "targets", "url")  # fmt: skip
+    __slots__ = ("_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health",
+                 "host_line", "known", "name", "newness", "origin", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -78,7 +78,9 @@ class Worker:
         self.targets = tuple(Target(self, rank, max_turns) for rank in range(ranks)) or (Target(self, None, max_turns),)
         self.changed: Callable[[], None] = lambda: None
         """Told when it is known, marked or named otherwise."""
-        self._known, self._leaving = True, False
+        self.known = True
+        """Until it has left the fleet; its running turns go on."""
+        self._leaving = False
         self._mark: Mark = "none"
         self.spec: WorkerSpec | None = None
         """As whoever named it describes it."""
@@ -89,14 +91,9 @@ class Worker:
         """The part of its share that it is not given yet, from 1 down to 0; as of then."""
         self.cells = WorkerCells()
 
-    @property
-    def known(self) -> bool:
-        """False once the worker has left the fleet; its running turns go on."""
-        return self._known
-
-    @known.setter
-    def known(self, known: bool) -> None:
-        self._known = known
+    def dismiss(self) -> None:
+        """It has left the fleet."""
+        self.known = False
         self.changed()
 
     @property
@@ -299,7 +296,7 @@ class Fleet:
     def _dismiss(self, worker: Worker | None) -> None:
         if worker is not None:
             self._limited -= worker.limit > 0
-            worker.known = False
+            worker.dismiss()
             worker.pool.close()
 
     async def learn(self, name: str) -> bool:

@@ -204,7 +204,8 @@ class ClientProtocol(Connection):
         if not keep_alive:
             self._hang_up()
         elif not self.transport.is_closing():
-            self.resume_reading()
+            if self.read_paused:
+                self.resume_reading()
             if self._queue or self._error is not None:
                 self.loop.call_soon(self._advance)
 
@@ -510,17 +511,25 @@ class _Reader:
                 line = _request_line(method, url, http_1_1)
                 self._without_offer = head_bytes(line, (pair for pair in headers if pair[0] != b"upgrade"))
                 return
-        crossing = None if connection.origins is None else connection.origins.asked(path, headers)
-        if crossing is not None and is_preflight(method, headers):
-            proxy = crossing
+        mark = None
+        if connection.origins is not None and (crossing := connection.origins.asked(path, headers)) is not None:
+            if is_preflight(method, headers):
+                proxy = crossing
+            else:
+                mark = crossing.marked
         answerer = connection if proxy is None else proxy
         self._exchange = exchange = Exchange(connection, answerer, method, raw_path, query, headers)
-        if crossing is not None and proxy is not crossing:
-            exchange.mark = crossing.marked
-        exchange.http_1_1 = http_1_1
-        exchange.keep_alive = http_1_1 and parser.should_keep_alive()
-        exchange.expects_continue = http_1_1 and self._expects_continue
-        exchange.switches = switches
+        # What is said here is seldom so: an exchange has it otherwise by itself.
+        if mark is not None:
+            exchange.mark = mark
+        if not http_1_1:
+            exchange.http_1_1 = exchange.keep_alive = False
+        elif not parser.should_keep_alive():
+            exchange.keep_alive = False
+        if self._expects_continue and http_1_1:
+            exchange.expects_continue = True
+        if switches:
+            exchange.switches = switches
         connection.enqueue(exchange)
 
     def on_body(self, body: bytes) -> None:

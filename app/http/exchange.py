@@ -44,6 +44,8 @@ _MUCH = 65536
 _LEFT_OVER = 64 << 20
 """Bytes that are still read after an answer."""
 _RESET = struct.pack("ii", 1, 0)
+_line = b": ".join
+_FIRST_LINES = {status: line.removesuffix(b"\r\n") for status, line in STATUS_LINES.items()}
 
 
 def head_bytes(first_line: bytes, headers: Iterable[Header]) -> bytes:
@@ -213,7 +215,22 @@ class Exchange:
 
     # -- what a turn asks for
 
+    def received_already(self, least: int) -> tuple[bytes, bool] | None:
+        """What `receive` would return without waiting; None: it has to wait, or raises."""
+        if self.expects_continue or self.disconnected or (self.more_body and self._size < least):
+            return None
+        return self._taken()
+
+    def _taken(self) -> tuple[bytes, bool]:
+        pieces, self._pieces = self._pieces, []
+        self._size = 0
+        if self._connection.read_paused:
+            self._connection.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces), self.more_body
+
     async def receive(self, least: int = 1) -> tuple[bytes, bool]:
+        """At least so many bytes of the body, or its rest; then whether more may come. Raises ClientDisconnected, or
+        TurnError for what cannot be read."""
         self._least = least
         if self.expects_continue:
             self.expects_continue = False
@@ -228,10 +245,7 @@ class Exchange:
                 raise self._refusal
         if self.disconnected:
             raise ClientDisconnected
-        pieces, self._pieces = self._pieces, []
-        self._size = 0
-        self._connection.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces), self.more_body
+        return self._taken()
 
     def watch(self) -> None:
         # A connection that is not read is not seen to close.
@@ -246,28 +260,23 @@ class Exchange:
         self.expects_continue = False
         if self.mark is not None:
             headers = self.mark(headers)
-        lines = [STATUS_LINES[status]]
-        if status == 101:
-            lines += (b"connection: upgrade\r\nupgrade: ", self.switches, b"\r\n")
-            self.keep_alive = False
-        elif self.switches:
+        head = b"\r\n".join([_FIRST_LINES[status], *map(_line, headers)])
+        if self.switches:
             self.keep_alive = False  # what was sent behind the request is no HTTP
-        self._no_body = self.method == b"HEAD" or status in (204, 304)
-        self._sized = self._no_body or status == 101
-        for name, value in headers:
-            if name == b"content-length":
+            if status == 101:
                 self._sized = True
-            lines += (name, b": ", value, b"\r\n")
-        if not self._sized:
-            if self.http_1_1:
-                self._chunked = True
-                lines.append(b"transfer-encoding: chunked\r\n")
-            else:
-                self.keep_alive = False
-        if not self.keep_alive and status != 101:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        self._head = b"".join(lines)
+                self._head = head + b"\r\nconnection: upgrade\r\nupgrade: " + self.switches + b"\r\n\r\n"
+                return
+        if self.method == b"HEAD" or status in (204, 304):
+            self._no_body = self._sized = True
+        elif b"\r\ncontent-length: " in head:
+            self._sized = True
+        elif self.http_1_1:
+            self._chunked = True
+            head += b"\r\ntransfer-encoding: chunked"
+        else:
+            self.keep_alive = False
+        self._head = head + (b"\r\n\r\n" if self.keep_alive else b"\r\nconnection: close\r\n\r\n")
 
     def write(self, data: bytes, end: bool) -> bool:
         if self.disconnected:

@@ -5,6 +5,7 @@ Names are lower-case, as ASGI has them. A request's headers are gone through onc
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Iterable, Sequence
@@ -75,6 +76,7 @@ class Forwarding:
         texts = list(trusted)
         self._everybody = "*" in texts
         self._networks = [ipaddress.ip_network(text) for text in texts if text != "*"]
+        self.trusts_some = bool(texts)
 
     def trusts(self, peer: str | None) -> bool:
         """Whether `peer`, an address, may say for whom it speaks."""
@@ -91,16 +93,20 @@ class Forwarding:
     def lines(self, peer: bytes, scheme: bytes, noted: Noted, trusted: bool) -> bytes:
         """Our own header lines, from the request's `noted` headers, which hold `host` and those of `FORWARDED`."""
         host = noted[b"host"][0] if b"host" in noted else b""  # of an HTTP/1.0 client
-        if host and not trusted:
-            return b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\nx-forwarded-host: %b\r\n" % (peer, scheme, host)
         if not trusted:
-            return b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (peer, scheme)
+            return _forwarded(peer, scheme, host)
         lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer])
         if b"x-forwarded-proto" not in noted:
             lines += b"x-forwarded-proto: %b\r\n" % scheme
         if host and b"x-forwarded-host" not in noted:
             lines += b"x-forwarded-host: %b\r\n" % host
         return lines
+
+
+@functools.lru_cache(maxsize=1024)
+def _forwarded(peer: bytes, scheme: bytes, host: bytes) -> bytes:
+    lines = b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (peer, scheme)
+    return lines + b"x-forwarded-host: %b\r\n" % host if host else lines
 
 
 def connection_named(value: bytes) -> set[bytes]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httptools
 
-from app.http.headers import Header
+from app.http.headers import Header, header
 
 _HEAD_BYTES = 256 * 1024
 """A worker's response head may not be longer, nor what comes with its body: trailers, extensions of chunks."""
@@ -43,7 +43,6 @@ class Response:
     """
 
     __slots__ = (
-        "_announces",
         "_chunk_ended",
         "_coded",
         "_expected",
@@ -66,6 +65,10 @@ class Response:
 
     def __init__(self) -> None:
         self._parser: Any = self._new_parser()
+        # Of these only the last response of a connection leaves anything behind.
+        self.close_delimited = self.raw = self._interim = False
+        self._seen = b""
+        self._refusal: httptools.HttpParserError | None = None
         self.begin(Expected.ANSWER, None)
 
     @property
@@ -81,13 +84,10 @@ class Response:
     def begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
         self.status = 0
         self.headers: list[Header] = []
-        self.complete = self.close_delimited = self.raw = False
+        self.complete = self._framed = self._coded = self._chunk_ended = False
         self.keep_alive = True
         self._expected, self.on_interim = expected, on_interim
         self._head_bytes = self._overhead = 0
-        self._interim = self._framed = self._coded = self._announces = self._chunk_ended = False
-        self._seen = b""
-        self._refusal: httptools.HttpParserError | None = None
         self.pieces: list[bytes] = []
 
     def drop(self) -> None:
@@ -144,7 +144,7 @@ class Response:
             self._refusal = None
             self._parser = self._new_parser()
             self.headers = []
-            self._interim = self._framed = self._announces = False
+            self._interim = self._framed = False
             self._parser.feed_data(mended)
 
     # -- httptools' side
@@ -154,18 +154,17 @@ class Response:
             self.keep_alive = False  # a second response to one request
         elif self.headers:  # of an interim response
             self.headers = []
-            self._framed = self._coded = self._announces = False
+            self._framed = self._coded = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # later ones are trailers, which end here
             name = name.lower()
             if name == b"content-length":
                 self._framed = True
-                self._announces = value.strip(b"0") != b""
             elif name == b"transfer-encoding":
                 if self._coded or value.strip().lower() != b"chunked":
                     raise NotHttp("the worker's response has a transfer coding other than chunked")
-                self._framed = self._coded = self._announces = True
+                self._framed = self._coded = True
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -191,14 +190,18 @@ class Response:
             # announces one where there is none may send it all the same, and it would be the next one's answer.
             self.complete = True
             self._parser = self._new_parser()
-            if self._announces:
+            if self._announces_body():
                 self.keep_alive = False
         elif status in (204, 304):
-            if self._announces:
+            if self._announces_body():
                 self.keep_alive = False
         elif not self._framed:
             self.close_delimited = True  # RFC 9112 6.3, rule 8
             self.keep_alive = False
+
+    def _announces_body(self) -> bool:
+        length = header(self.headers, b"content-length")
+        return self._coded or (length is not None and length.strip(b"0") != b"")
 
     def on_body(self, body: bytes) -> None:
         if not self.complete:

@@ -142,7 +142,7 @@ class WorkerConnection(asyncio.Protocol):
         head: bytes,
         body: bytes,
         *,
-        expected: Expected,
+        expected: Expected = Expected.ANSWER,
         on_interim: OnInterim | None = None,
         more: bool = False,
     ) -> Wake:
@@ -157,16 +157,16 @@ class WorkerConnection(asyncio.Protocol):
         self.last_read = self._loop.time()
         if self._tls:
             self._count()
-        self._before = self._written
-        self._written += len(head) + len(body)
+        self._before = before = self._written
+        size = len(body)
+        self._written = before + len(head) + size
         if self._transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
-        elif body and len(body) <= 65536:
-            self._write(head + body)
+        elif size <= 65536:
+            self._write(head + body if size else head)
         else:
             self._write(head)
-            if body:
-                self._write(body)
+            self._write(body)
         return wake
 
     async def write(self, data: bytes) -> None:

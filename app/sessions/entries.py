@@ -156,9 +156,10 @@ class Entries:
 
     def leave(self, entry: Entry) -> None:
         entry.active -= 1
-        if not entry.active and self.active.get(entry.key) is entry:
-            del self.active[entry.key]
-            self._table.move_to_end(entry.key)
+        key = entry.key
+        if not entry.active and self.active.get(key) is entry:
+            del self.active[key]
+            self._table.move_to_end(key)
             if len(self._table) > self._capacity:
                 self._trim()
 

@@ -177,6 +177,7 @@ class Identifier:
         self._bodies = [source for source in parsed if source.body]
         self.body_fields = tuple(dict.fromkeys(source.body for source in self._bodies))
         """Those of BODY_FIELDS that `identify` wants to know when no header names a session."""
+        self.reads_body = bool(self._bodies)
         all_parents = [source.parent for source in headers if source.parent]
         # A client may say its parent in the words of another source than its own id.
         self._headers = [
@@ -192,10 +193,6 @@ class Identifier:
         self._besides = self.wanted - {self._first}
         self._why_none = functools.lru_cache(maxsize=2048)(_why_none)
         self._of_first = functools.lru_cache(maxsize=2048)(self._identity_of_first)
-
-    @property
-    def reads_body(self) -> bool:
-        return bool(self._bodies)
 
     def identify(self, noted: Noted, body: Mapping[str, str] | None = None) -> Identity:
         """`noted` holds the values of `wanted`; `body` the texts that a JSON body has in `body_fields`.

@@ -39,6 +39,7 @@ _EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
 
 
+_JSON = [b"application/json"]
 _NO_FIELDS = Fields()
 _NO_IDENTITY = Identity()
 
@@ -133,25 +134,32 @@ class Request:
     """Set by `read_head`."""
     more = False
     """The rest of the body says nothing of routing and goes through as it comes."""
+    once = False
+    """It cannot be sent a second time."""
     _lines = b""
     _origin: Origin | None = None
     """Of the worker that it was sent to."""
     _length = -1
     """Of the body, as the head declares it; -1: it does not."""
+    _routable = True
+    """The body may say where the turn is to go: it is JSON, or does not say what it is."""
 
     def __init__(self, reading: Reading, exchange: Exchange) -> None:
         self._reading, self._exchange = reading, exchange
+        if exchange.switches:
+            self.once = True
 
     def read_head(self) -> None:
         """Who asks, and the session's identity. Raises TurnError."""
         reading, exchange = self._reading, self._exchange
         peer = exchange.peer
-        trusted = reading.forwarding.trusts(peer)
+        forwarding = reading.forwarding
+        trusted = forwarding.trusts_some and forwarding.trusts(peer)
         kept_back = reading.kept_back_of_trusted if trusted else reading.kept_back
         lines, noted = sort_request(exchange.headers, reading.wanted, kept_back)
         self.noted = noted
-        self._lines = lines + reading.forwarding.lines((peer or "").encode(), exchange.scheme, noted, trusted)
-        self.id = given_id(noted) or reading.next_id()
+        self._lines = lines + forwarding.lines((peer or "").encode(), exchange.scheme, noted, trusted)
+        self.id = (given_id(noted) if b"x-request-id" in noted else None) or reading.next_id()
         if reading.keeps_credentials:
             self._keep_credentials(noted)
         if not reading.rare.isdisjoint(noted):
@@ -178,20 +186,25 @@ class Request:
             self._length = int(declared[0])
             if self._length > cap:
                 raise _too_large(cap)
-        if _is_coded(noted) and _may_be_json(noted):
-            self.unread = "compressed"
-        whole = _is_routable(noted) or 0 <= self._length <= _STREAMED_FROM
-        body, more = await exchange.receive(cap + 1 if whole else 1)
+        whole = True
+        if b"content-encoding" in noted or noted.get(b"content-type") != _JSON:
+            may_be_json, coded = _may_be_json(noted), _is_coded(noted)
+            if may_be_json and coded:
+                self.unread = "compressed"
+            self._routable = may_be_json and not coded
+            whole = self._routable or 0 <= self._length <= _STREAMED_FROM
+        least = cap + 1 if whole else 1
+        body, more = exchange.received_already(least) or await exchange.receive(least)
         if len(body) > cap or (whole and more):
             raise _too_large(cap)
-        self.body, self.more = body, more
+        self.body = body
         if more:
+            self.more = self.once = True
             return
         if body:
             self._read_fields(body, noted)
             if reading.aliases and self.fields.model in reading.aliases:
                 self._rename(reading.aliases[self.fields.model])
-        exchange.watch()
 
     def _read_fields(self, body: bytes, noted: Noted) -> None:
         """What cannot be read is the worker's business: it knows better what is wrong with it, if anything is."""
@@ -206,7 +219,7 @@ class Request:
             else:
                 self.fields = reading.fields.decode(body)
         except (msgspec.DecodeError, RecursionError):
-            if not _is_routable(noted):
+            if not self._routable:
                 return
             try:
                 found = reading.fields.find(body)
@@ -237,20 +250,17 @@ class Request:
 
     # -- on its way to a worker
 
-    @property
-    def once(self) -> bool:
-        """It cannot be sent a second time."""
-        return self.more or bool(self._exchange.switches)
-
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
         """Head and body, or as much of it as is there. As `WorkerConnection.send`."""
-        exchange = self._exchange
         self._origin = target.worker.origin
-        expected = Expected.HEAD if exchange.method == b"HEAD" else Expected.ANSWER
+        head, body = self._head(target), self.body
+        if not self.once and self._exchange.method != b"HEAD":
+            return connection.send(head, body, on_interim=self._pass_interim)
+        expected = Expected.HEAD if self._exchange.method == b"HEAD" else Expected.ANSWER
         return connection.send(
-            self._head(target),
-            _chunk(self.body) if self.more and self._length < 0 else self.body,
-            expected=Expected.SWITCH if exchange.switches else expected,
+            head,
+            _chunk(body) if self.more and self._length < 0 else body,
+            expected=Expected.SWITCH if self._exchange.switches else expected,
             on_interim=self._pass_interim,
             more=self.more,
         )
@@ -315,11 +325,6 @@ def given_id(noted: Noted) -> bytes | None:
     """A request's own id, where it brings one that can be used."""
     values = noted.get(b"x-request-id")
     return values[0] if values and 0 < len(values[0]) <= 128 and values[0].isascii() else None
-
-
-def _is_routable(noted: Noted) -> bool:
-    """Whether a request body may say where its turn is to go: it is JSON, or does not say what it is."""
-    return not _is_coded(noted) and _may_be_json(noted)
 
 
 def _is_coded(noted: Noted) -> bool:

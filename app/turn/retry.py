@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from types import TracebackType
 
 import msgspec
 
@@ -136,7 +135,7 @@ def blame(health: Health, failure: AttemptFailed) -> None:
 
 
 class Attempt:
-    """One try. A context: it holds the target's slot, and a connection from `send` on, until it is left."""
+    """One try. It holds the target's slot, and a connection from `send` on, until `end`."""
 
     __slots__ = ("_loop", "_metrics", "_presence", "_slot", "_upload", "connection", "target", "upload_fault")
 
@@ -155,25 +154,20 @@ class Attempt:
         self._upload: Driven | None = None
         self.upload_fault: Exception | None = None
         """Why the rest of the request could not be sent."""
+        if slot is None:
+            target.in_flight += 1
 
-    def __enter__(self) -> Attempt:
-        if self._slot is None:
-            self.target.in_flight += 1
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        cut = False
-        if self.connection is not None:
-            cut = not self.connection.response.complete
-            self.connection.release()
+    def end(self) -> None:
+        """Give back what it holds. To be called once, whatever happened."""
+        connection = self.connection
+        if connection is not None:
+            connection.release()
         if self._upload is not None:
             self._upload.close()
         if self._slot is None:
             self.target.in_flight -= 1
         else:
-            self._slot.give_back(cut=cut)
+            self._slot.give_back(cut=connection is not None and not connection.response.complete)
 
     @property
     def came(self) -> bool:

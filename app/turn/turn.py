@@ -37,6 +37,7 @@ from app.turn.slots import Slots
 
 log = logging.getLogger("coatcheck.turn")
 
+_NOBODY: frozenset[str] = frozenset()
 _UNPLACED = frozenset(
     {"no_worker", "store_unavailable", "overloaded", "worker_unreachable", "worker_full", "fleet_full"}
 )
@@ -227,11 +228,10 @@ class Turn:
 
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
-        request, metrics = self._request, self._shared.metrics
-        slots = self._slots
+        request, metrics, slots = self._request, self._shared.metrics, self._slots
         once = fresh = request.once
         killed = busy = False
-        lost: frozenset[str] = frozenset()
+        lost = _NOBODY
         while True:
             assert self._decision is not None
             slot = None
@@ -239,37 +239,39 @@ class Turn:
                 while not slots.ready(self._decision.target):
                     await self._wait_for_slot(slots, self._decision, lost)
                 slot = slots.hand_over()
-            with Attempt(self._decision.target, self._presence, metrics, self._loop, slot) as attempt:
-                self._attempt = attempt
-                worker = attempt.target.worker
-                try:
-                    connection = None if fresh else worker.pool.take()
-                    if connection is None:
-                        connection = await connect(worker, self._presence, metrics)
-                    await attempt.send(request, connection)
-                except AttemptFailed as error:
-                    self._presence.raise_if_gone()
-                    if attempt.upload_fault is not None:
-                        raise attempt.upload_fault from error
-                    failure = error
-                    blame(worker.health, error)
-                else:
-                    self._status = status = connection.response.status
-                    judge(worker.health, status)
-                    if status == 404 and self._asks_on(lost | {worker.name}):
-                        lost |= {worker.name}
-                        continue
-                    if status == 503 and after_busy(Sent(once=once or busy, free=self._free)) is Next.ELSEWHERE_IF_ANY:
-                        busy = True
-                        if await self._is_taken_elsewhere(lost | {worker.name}):
-                            metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
-                            lost |= {worker.name}
-                            continue
-                    await self._relay(connection)
-                    break
+            target = self._decision.target
+            worker = target.worker
+            self._attempt = attempt = Attempt(target, self._presence, metrics, self._loop, slot)
+            try:
+                connection = None if fresh else worker.pool.take()
+                if connection is None:
+                    connection = await connect(worker, self._presence, metrics)
+                await attempt.send(request, connection)
+            except AttemptFailed as error:
+                self._presence.raise_if_gone()
+                if attempt.upload_fault is not None:
+                    raise attempt.upload_fault from error
+                failure = error
+                blame(worker.health, error)
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
+            else:
+                self._status = status = connection.response.status
+                judge(worker.health, status)
+                if status == 404 and self._asks_on(lost | {worker.name}):
+                    lost |= {worker.name}
+                    continue
+                if status == 503 and after_busy(Sent(once=once or busy, free=self._free)) is Next.ELSEWHERE_IF_ANY:
+                    busy = True
+                    if await self._is_taken_elsewhere(lost | {worker.name}):
+                        metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
+                        lost |= {worker.name}
+                        continue
+                await self._relay(connection)
+                break
+            finally:
+                attempt.end()
             self._attempt = None
             if then is Next.FAIL:
                 raise error_of(failure, killed=killed) from failure

@@ -1308,7 +1308,7 @@ async def test_replacing_a_claim_adopts_whoever_was_first() -> None:
 async def test_worker_that_left_the_fleet_is_not_used_from_the_cache() -> None:
     async with running(scripted(), policy=first_of("a")) as r:
         await r.visit()
-        r.target("a").worker.known = False
+        r.target("a").worker.dismiss()
         assert not r.known()
 
 

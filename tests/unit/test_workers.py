@@ -162,7 +162,7 @@ def test_candidates_leave_out_who_is_lost_marked_or_gone() -> None:
     assert names(fleet, "c") == "a"  # better tried than refused
     lose(workers["c"])
     assert names(fleet) == "ac"
-    workers["a"].known = False
+    workers["a"].dismiss()
     assert names(fleet) == "c"
     workers["c"].mark = "draining"
     assert names(fleet) == ""
@@ -178,7 +178,7 @@ def test_what_a_worker_is_called() -> None:
     assert (worker.state, worker.available) == ("cordoned", False)
     lose(worker)
     assert worker.state == "down"  # which its sessions feel, whatever was decided
-    worker.known = False
+    worker.dismiss()
     assert worker.state == "gone"
 
 

@@ -67,9 +67,6 @@ async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
         await wait_until(lambda gauge=gauge: _is_zero(running.replica, gauge), 10)  # type: ignore[misc]
     samples = await metrics(running.replica)
     assert not total(samples, "coatcheck_turns_total", 'outcome="failed"')
-    for worker in running.workers:
-        # One more where a worker on a busy machine takes longer than 50 ms to notice that a turn was broken off.
-        assert await _most_at_once(worker) <= MAX_TURNS + 1
 
 
 async def _is_zero(replica: Replica, gauge: str) -> bool:
@@ -87,39 +84,44 @@ async def _most_at_once(worker: Worker) -> int:
     return most
 
 
-async def test_beside_a_flood_a_tenant_waits_at_most_twice_as_long(processes: Processes) -> None:
-    """In turns that the workers serve from its asking to its answer, 95 of 100."""
+async def test_beside_a_flood_a_tenant_waits_for_its_share_only(processes: Processes) -> None:
+    """In turns that the workers serve from its asking to its answer. With half of the slots it sees 16 to 20 of them,
+    and the flood 100; first come, first served, both would see 58. How much longer than alone, to the turn:
+    unit/test_capacity.py."""
     fleet = started(processes)
+    asked: dict[str, list[tuple[float, float]]] = {"flood": [], "small": []}
+    over = False
 
-    async def served_meanwhile(flood: int) -> int:
-        asked: list[tuple[float, float]] = []
-        over = False
+    async def ask_as(tenant: str) -> None:
+        began = time.time()
+        assert await fleet.turn(tenant, tokens=4) == 200
+        asked[tenant].append((began, time.time()))
 
-        async def floods() -> None:
-            while not over:
-                assert await fleet.turn("flood", tokens=4) == 200
+    async def floods() -> None:
+        while not over:
+            await ask_as("flood")
 
-        async def asks() -> None:
-            for _ in range(6):
-                began = time.time()
-                assert await fleet.turn("small", tokens=4) == 200
-                asked.append((began, time.time()))
+    async def asks() -> None:
+        for _ in range(6):
+            await ask_as("small")
 
-        flooding = [asyncio.create_task(floods()) for _ in range(flood)]
-        if flood:
-            await wait_until(lambda: _queued(fleet, flood - SLOTS), 10)
-        await asyncio.gather(*(asks() for _ in range(2 * SLOTS)))
-        over = True
-        await asyncio.gather(*flooding)
-        ends = [record["end"] for record in await fleet.records()]
-        counts: list[int] = sorted(sum(began <= end <= ended for end in ends) for began, ended in asked)
-        return counts[len(counts) * 95 // 100]
+    flooding = [asyncio.create_task(floods()) for _ in range(FLOOD)]
+    await wait_until(lambda: _queued(fleet, FLOOD - SLOTS), 30)
+    beside_from = time.time()
+    await asyncio.gather(*(asks() for _ in range(2 * SLOTS)))
+    beside_until = time.time()
+    over = True
+    await asyncio.gather(*flooding)
+    ends = [record["end"] for record in await fleet.records()]
 
-    alone, beside = await served_meanwhile(0), await served_meanwhile(FLOOD)
-    assert beside <= 2 * alone, (alone, beside)
-    for worker in fleet.workers:
-        # One more where a worker on a busy machine takes longer than 50 ms to notice that a turn was broken off.
-        assert await _most_at_once(worker) <= MAX_TURNS + 1
+    def served_meanwhile(tenant: str) -> list[int]:
+        spans = [(began, ended) for began, ended in asked[tenant] if beside_from <= began <= beside_until]
+        return sorted(sum(began <= end <= ended for end in ends) for began, ended in spans)
+
+    small, flood = served_meanwhile("small"), served_meanwhile("flood")
+    assert 1.5 * small[len(small) * 95 // 100] <= flood[len(flood) // 2], (small, flood)
+    for worker in fleet.workers:  # exact, because nobody has left
+        assert await _most_at_once(worker) <= MAX_TURNS
 
 
 async def _queued(fleet: Fleet, least: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import http.client
 import inspect
 import json
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 from urllib.parse import urlsplit
 
+from tests.support.nursery import Child, as_module, die_with_parent, nursery
 from tests.support.tcp import free_ports
 from tests.support.wire import ask
 
@@ -34,8 +34,6 @@ START_LIMIT = 60.0
 STOP_LIMIT = 15.0
 """Seconds from SIGTERM, which ends every process of ours, to SIGKILL."""
 _URL = re.compile(r" at (https?://\S+?)(?:,|\s)")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 T = TypeVar("T")
 
@@ -48,15 +46,20 @@ class Process:
         self.log = log
         # The environment's settings are for the user's own router.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COATCHECK_")}
+        module = as_module(command)
+        self._popen: subprocess.Popen[bytes] | Child
         with log.open("wb") as output:
+            if module is not None:
+                self._popen = nursery().start(module, environment, output.fileno(), output.fileno())
+                return
             self._popen = subprocess.Popen(
                 command,
                 cwd=REPO,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     @property
@@ -271,7 +274,3 @@ def _wait_ready(replica: Replica) -> None:
             status = connection.getresponse().status
         if status != 200:
             time.sleep(0.02)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -32,6 +32,7 @@ from typing import Any
 REPO = Path(__file__).parents[2]
 _PRELOADED = (
     "app.cli",
+    "app.checking",
     "app.options",
     "app.register",
     "app.remote",

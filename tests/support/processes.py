@@ -33,7 +33,9 @@ START_LIMIT = 60.0
 """Seconds; generous, because a busy machine starts many at once."""
 STOP_LIMIT = 15.0
 """Seconds from SIGTERM, which ends every process of ours, to SIGKILL."""
-_URL = re.compile(r" at (https?://\S+?)(?:,|\s)")
+_LISTENING = "0A"
+_URL = re.compile(r"(?:coatcheck \S+|serves .*?) at (https?://\S+?)(?:,|\s)")
+"""What it says when it listens; a router may name its workers' URLs before."""
 
 T = TypeVar("T")
 
@@ -104,13 +106,20 @@ class Process:
 
     # What the kernel knows of it
 
-    def sockets(self) -> int:
-        """How many it has open."""
-        count = 0
+    def connections(self, *ports: int) -> set[str]:
+        """Its open TCP sockets with one of these ports at either end, in whatever state, but for those that listen."""
+        mine = set()
         for name in os.listdir(f"/proc/{self.pid}/fd"):
             with contextlib.suppress(FileNotFoundError):  # closed while we look
-                count += os.readlink(f"/proc/{self.pid}/fd/{name}").startswith("socket:")
-        return count
+                mine.add(os.readlink(f"/proc/{self.pid}/fd/{name}"))
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
+                _, local, remote, state, *others = line.split()
+                ends = {int(end.rpartition(":")[2], 16) for end in (local, remote)}
+                if state != _LISTENING and not ends.isdisjoint(ports):
+                    found.add(f"socket:[{others[5]}]")
+        return found & mine
 
     def memory(self, what: str = "VmRSS") -> int:
         """Bytes; `VmHWM` is the peak since `forget_peak`."""

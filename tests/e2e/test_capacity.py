@@ -64,7 +64,7 @@ async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
     """With everything given back at the end."""
     yield running
     for gauge in ("coatcheck_in_flight", "coatcheck_turns_running", "coatcheck_queued_turns"):
-        await wait_until(lambda gauge=gauge: _is_zero(running.replica, gauge), 10)  # type: ignore[misc]
+        await wait_until(lambda gauge=gauge: _is_zero(running.replica, gauge), 30)  # type: ignore[misc]
     samples = await metrics(running.replica)
     assert not total(samples, "coatcheck_turns_total", 'outcome="failed"')
 
@@ -159,7 +159,7 @@ async def _official(fleet: Fleet) -> None:
         return [asyncio.create_task(fleet.turn(tenant, tokens=120)) for _ in range(count)]
 
     held = await hold("flood", 3 + QUEUE)
-    await wait_until(lambda: _queued(fleet, QUEUE), 10)
+    await wait_until(lambda: _queued(fleet, QUEUE), 30)
     with pytest.raises(openai.RateLimitError) as limited:
         await asyncio.to_thread(ask_with, "flood", max_retries=0)
     assert limited.value.code == "tenant_limit"
@@ -167,15 +167,15 @@ async def _official(fleet: Fleet) -> None:
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
-    await wait_until(lambda: _is_zero(fleet.replica, "coatcheck_in_flight"), 5)
+    await wait_until(lambda: _is_zero(fleet.replica, "coatcheck_in_flight"), 30)
 
     held = [*await hold("flood", 2), *await hold("small", 2)]
-    await wait_until(lambda: _in_flight(fleet, SLOTS), 10)
+    await wait_until(lambda: _in_flight(fleet, SLOTS), 30)
     shown = await ask(fleet.replica.url, target="/admin/workers", headers=[("host", "localhost")])
     assert [(each["in_flight"], each["max_turns"]) for each in shown.json["workers"]] == [(2, 2)] * 2
     # Shares of the queue are even as well: one who has less of it than another would be let in.
     held += [*await hold("flood", QUEUE // 2), *await hold("small", QUEUE // 2)]
-    await wait_until(lambda: _queued(fleet, QUEUE), 10)
+    await wait_until(lambda: _queued(fleet, QUEUE), 30)
     with pytest.raises(openai.InternalServerError) as full:
         await asyncio.to_thread(ask_with, "flood", max_retries=0)
     assert full.value.status_code == 503
@@ -198,9 +198,9 @@ async def _in_flight(fleet: Fleet, count: int) -> bool:
 async def test_turns_that_wait_when_the_router_is_stopped_are_told(processes: Processes) -> None:
     fleet = started(processes, "--drain-timeout=1")
     held = [asyncio.create_task(fleet.turn("flood", tokens=2000)) for _ in range(SLOTS)]
-    await wait_until(lambda: _in_flight(fleet, SLOTS), 10)
+    await wait_until(lambda: _in_flight(fleet, SLOTS), 30)
     waits = [asyncio.create_task(_said(fleet)) for _ in range(5)]
-    await wait_until(lambda: _queued(fleet, 5), 10)
+    await wait_until(lambda: _queued(fleet, 5), 30)
     fleet.replica.process.terminate()
     for status, body in await asyncio.gather(*waits):
         assert (status, body["error"]["code"]) == (503, "fleet_full")

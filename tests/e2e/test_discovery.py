@@ -187,7 +187,7 @@ async def test_an_operators_word_at_one_replica_is_obeyed_by_the_other(quick_pat
     async def candidates(replica: Replica) -> set[str]:
         return {name for name, each in (await fleet_of(replica)).items() if each["available"]}
 
-    await wait_until(lambda: _equals(candidates(other), {"w0", "w1", "w2"}), 10)
+    await wait_until(lambda: _equals(candidates(other), {"w0", "w1", "w2"}), 30)
     bound = new_session()
     hint = [("x-dynamo-worker-instance-id", "w0")]
     assert (await turn(one.url, session=bound, headers=hint)).worker == "w0"
@@ -244,11 +244,11 @@ async def test_a_sidecar_that_was_frozen_registers_again_and_says_good_bye(
         assert first["models"] == ["mock-model"]
         assert first["incarnation"]
         sidecar.freeze()
-        await wait_until(lambda: _equals(record(), None), 10)
+        await wait_until(lambda: _equals(record(), None), 30)
         sidecar.thaw()
         assert await wait_until(record, 10) == first  # the engine was there all the time: its cache is not lost
         sidecar.terminate()
-        drained = await wait_until(lambda: _draining(record), 10)
+        drained = await wait_until(lambda: _draining(record), 30)
         assert drained["until"] > time.time()
         assert sidecar.wait(10) == 0
         assert await record() is None
@@ -285,17 +285,17 @@ async def test_settings_change_while_turns_run_in_all_processes(quick_path: Path
         await load.count(5)
         write(w0, w1, more="max-body-bytes = 4000\nsession-ttl = 77\n")
         os.kill(replica.process.pid, signal.SIGHUP)
-        await wait_until(lambda: _equals(seen(), {frozenset(["w0", "w1"])}), 15)
+        await wait_until(lambda: _equals(seen(), {frozenset(["w0", "w1"])}), 30)
         large = "x" * 3000
         for _ in range(4):
             assert (await turn(replica.url, content=large)).status == 200
         write(w1, more="port = \n")
-        await wait_until(lambda: "line 3" in replica.process.output(), 10)  # looked at without a signal
+        await wait_until(lambda: "line 3" in replica.process.output(), 30)  # looked at without a signal
         write(w1, more='max-body-bytes = "none"\n')
-        await wait_until(lambda: "(line 3)" in replica.process.output(), 10)
+        await wait_until(lambda: "(line 3)" in replica.process.output(), 30)
         assert await seen() == {frozenset(["w0", "w1"])}
         write(w1)
-        await wait_until(lambda: _equals(seen(), {frozenset(["w1"])}), 15)
+        await wait_until(lambda: _equals(seen(), {frozenset(["w1"])}), 30)
         await load.count(5)
     assert load.failed == []
     said = replica.process.output()

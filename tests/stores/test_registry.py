@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-import backends.file.registry
 from backends.base import LIFETIME, ClaimStore, Reset, StoreUnavailable
 from backends.registry import MAX_NAME, MAX_VALUE, Put, Registry, Removed
 from tests.stores.conftest import Kind, MakeStore, across_processes
@@ -32,12 +31,6 @@ def registry(store: ClaimStore) -> Registry:
 def others(other: ClaimStore) -> Registry:
     """The registry of a second instance."""
     return other.registry
-
-
-@pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at every second; what that means for others is one test's affair."""
-    monkeypatch.setattr(backends.file.registry, "LOOK_EVERY_S", 0.1)
 
 
 class TestRecords:

@@ -1,12 +1,13 @@
 # make run    simulated workers and two replicas on this machine, ready for curl
 # make test   the tests
+# make fuzz   the generated tests, with many more examples
 # make check  lint, format, types
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-clients check smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run test fuzz test-clients check smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -16,6 +17,13 @@ JOBS ?= 4
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Tests whose input is generated draw a few new examples in each `make test`; here so many times as many
+TIMES ?= 20
+
+fuzz: $(READY)
+	@EXAMPLES_TIMES=$(TIMES) $(BIN)/python -m pytest -n $(JOBS) --timeout 3600 \
+		tests/proxy/test_wire_fuzz.py tests/proxy/test_wire_openapi.py tests/stores/test_model.py
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The `coatcheck` command: finds who does what is asked, and tells in one line each what keeps them from it.
 
-A command's own modules are imported only when it is asked for: `--version` and `--help` need none of them.
+A command's own modules are imported only when it is asked for, and what does the work only when it is done: `--version`
+and `--help` need none of them, and the help of `serve` not the router.
 """
 
 from __future__ import annotations
@@ -76,13 +77,14 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import options
 
             options.add_arguments(parser)
+            parser.set_defaults(run=_serve)
         case "mock":
             import mocker.cli
-            from app import register
+            from app import registering
 
             mocker.cli.add_arguments(parser)
-            register.add_mock_arguments(parser)
-            parser.set_defaults(run=lambda args: mocker.cli.run(args, beside=register.beside_mocks(args)))
+            registering.add_mock_arguments(parser)
+            parser.set_defaults(run=_mock)
         case "up":
             from app import up
 
@@ -92,12 +94,35 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
             remote.add_arguments(parser, name)
         case "register":
-            from app import register
+            from app import registering
 
-            register.add_arguments(parser)
+            registering.add_arguments(parser)
+            parser.set_defaults(run=_register)
         case "key":
             parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
             parser.set_defaults(run=_make_key)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from app import checking
+
+    return checking.run(args)
+
+
+def _mock(args: argparse.Namespace) -> int:
+    import mocker.cli
+
+    if args.register is None:
+        return mocker.cli.run(args)
+    from app import register
+
+    return mocker.cli.run(args, beside=register.beside_mocks(args))
+
+
+def _register(args: argparse.Namespace) -> int:
+    from app import register
+
+    return register.run(args)
 
 
 def _make_key(args: argparse.Namespace) -> int:

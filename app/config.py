@@ -7,6 +7,9 @@ Where their values come from is `app.sources`.
 
 from __future__ import annotations
 
+import ast
+import functools
+import itertools
 import json
 import os
 import re
@@ -166,9 +169,7 @@ class RelationError(ValueError):
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -492,12 +493,28 @@ class Setting:
         self.key = name.replace("_", "-")
         self.flag = f"--{self.key}"
         self.variable = VARIABLE_PREFIX + name.upper()
-        self.meaning = " ".join((field.description or "").split())
         self.spoken = next((each for each in field.metadata if isinstance(each, Spoken)), Spoken())
         self.expected = _expected(field)
 
+    @property
+    def meaning(self) -> str:
+        return " ".join((self.field.description or _texts()[self.name]).split())
+
     def value(self, settings: Settings) -> Any:
         return getattr(getattr(settings, self.group), self.name)
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    """What stands below the fields. Pydantic's `use_attribute_docstrings` would look for it in every process."""
+    classes = [node for node in ast.parse(Path(__file__).read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
+    return {
+        field.target.id: str(text.value.value)
+        for each in classes
+        for field, text in itertools.pairwise(each.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
 
 
 def _expected(field: FieldInfo) -> str:

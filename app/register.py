@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import enum
 import logging
-import math
 import re
 import secrets
 import signal
@@ -23,7 +22,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -38,7 +36,7 @@ from app.fleet.discovery.records import (
     encode_record,
     this_host,
 )
-from app.fleet.workers import WorkerError, checked_name, checked_ranks, normal_url, worker_name
+from app.fleet.workers import WorkerError, checked_name, normal_url, worker_name
 from app.main import open_claims_at
 from app.sessions.tenants import checked_key, read_key
 from backends.base import StoreConfigurationError, StoreError
@@ -57,7 +55,6 @@ _QUIET_LOOKS = 2
 _HEARD_WITHIN = 2.5
 """Seconds in which every router has heard that it is draining; what is removed earlier looks like a loss."""
 _MOST_BYTES = 4 << 20
-_TTL = 15.0
 _MOCK_DRAIN = 4.0
 _BUSY = re.compile(
     r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
@@ -245,24 +242,6 @@ async def _either(event: asyncio.Event, *, timeout: float) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `run` takes."""
-    parser.set_defaults(run=run)
-    parser.add_argument("--worker-url", required=True, metavar="URL", help="where routers reach the worker")
-    parser.add_argument("--to", required=True, metavar="CLAIMS_URL", help="the routers' claims: file:///dir, etcd://…")
-    parser.add_argument("--ask", metavar="URL", help="where the worker is asked how it is. Default: the worker URL")
-    parser.add_argument("--name", metavar="NAME", help="the worker's name. Default: made of the URL, as routers do")
-    parser.add_argument("--dp", type=_ranks, default=0, metavar="RANKS", help="its data-parallel ranks. Default: none")
-    parser.add_argument(
-        "--label", action="append", default=[], type=_label, metavar="KEY=VALUE", help="said of it; repeatable"
-    )
-    parser.add_argument("--ttl", type=_seconds, default=_TTL, metavar="SECONDS", help="%(default)g: the record's life")
-    parser.add_argument(
-        "--drain", type=_seconds, default=30.0, metavar="SECONDS", help="%(default)g: for its turns to end, on SIGTERM"
-    )
-    parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the key that the worker wants")
-
-
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or SIGINT, and through the drain. Returns the exit code. Raises Trouble."""
     logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -308,26 +287,15 @@ async def _until_stopped(
 # --- beside mock workers ---------------------------------------------------------------------------------------------
 
 
-def add_mock_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `beside_mocks` takes."""
-    parser.add_argument("--register", metavar="CLAIMS_URL", help="register the workers there, as `coatcheck register`")
-    parser.add_argument(
-        "--register-ttl", type=_seconds, default=_TTL, metavar="SECONDS", help="%(default)g: their records' life"
-    )
-
-
 Mocks = Sequence[tuple[MockWorker, str]]
 """Each with its URL."""
 
 
 def beside_mocks(args: argparse.Namespace) -> Callable[[Mocks], AbstractAsyncContextManager[None]]:
-    """What `mocker.cli.run` has beside its workers: nothing without `--register`."""
+    """What `mocker.cli.run` has beside its workers with `--register`."""
 
     @contextlib.asynccontextmanager
     async def registered(workers: Mocks) -> AsyncIterator[None]:
-        if args.register is None:
-            yield
-            return
         try:
             store = await open_claims_at(args.register, deadline=_STORE_DEADLINE)
         except StoreConfigurationError as error:
@@ -376,27 +344,3 @@ class _MockEngine(Engine):
 
 
 # --- what options may be ---------------------------------------------------------------------------------------------
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0.3 <= seconds <= 86_400:
-        raise argparse.ArgumentTypeError("must be a number of seconds from 0.3 to 86400")
-    return seconds
-
-
-def _ranks(text: str) -> int:
-    try:
-        return checked_ranks(int(text) if text.isascii() and text.isdigit() else 0)
-    except WorkerError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _label(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise argparse.ArgumentTypeError("write KEY=VALUE")
-    return key, value

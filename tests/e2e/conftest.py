@@ -14,6 +14,8 @@ from tests.support.processes import Processes, Replica, Worker, clear_faults, me
 
 MAX_BODY_BYTES = 1_000_000
 SHOWN_BYTES = 4000
+PATIENCE = 20
+"""Seconds for a call to the store, where no outage is tested: one on a machine without time would be taken for one."""
 
 _running = pytest.StashKey[list[Processes]]()
 _log_sizes = pytest.StashKey[dict[Path, int]]()
@@ -40,9 +42,8 @@ def standing_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.
     with Processes(folder) as processes:
         _show_logs_of(request, processes)
         workers = processes.workers(4, "--ttft-ms", "2", "--itl-ms", "1")
-        replicas = processes.replicas(
-            2, workers, folder / "claims", "--max-body-bytes", str(MAX_BODY_BYTES), "--worker-keepalive", "1"
-        )
+        options = [f"--max-body-bytes={MAX_BODY_BYTES}", "--worker-keepalive=1", f"--store-deadline={PATIENCE}"]
+        replicas = processes.replicas(2, workers, folder / "claims", *options)
         yield Standing(workers, replicas)
         for replica in replicas:
             samples = asyncio.run(metrics(replica))

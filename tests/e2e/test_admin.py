@@ -11,7 +11,6 @@ import shutil
 import socket
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +19,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.processes import REPO, Process, Processes, Replica
+from tests.support.nursery import nursery
+from tests.support.processes import Process, Processes, Replica
 from tests.support.tcp import TcpProxy
 from tests.support.wire import Answer, ask
 
@@ -156,14 +156,7 @@ async def test_a_router_that_others_can_reach_has_no_admins_without_a_token_and_
 
 def coatcheck(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("COATCHECK_")}
-    return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
-        cwd=REPO,
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    return nursery().run(["app", *arguments], clean | environment, timeout=60)
 
 
 async def test_the_admin_api_at_a_port_of_its_own_is_there_alone(routers: Routers) -> None:

@@ -103,12 +103,12 @@ async def test_turns_whose_end_comes_late_are_complete_and_keep_their_connection
         return not total(await metrics(replica), "coatcheck_turns_running")
 
     list(streams(at(mine.name)))
-    await wait_until(at_rest, 5)
+    await wait_until(at_rest, 30)
     before = await metrics(replica)
     await order_fault(mine, mode="slow", times=10, end_ms=5)
     for _ in range(10):
         list(streams(at(mine.name)))
-    await wait_until(at_rest, 5)
+    await wait_until(at_rest, 30)
 
     async def grown(name: str, *labels: str) -> float:
         return total(await metrics(replica), name, *labels) - total(before, name, *labels)

@@ -64,12 +64,9 @@ async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
     """With everything given back at the end."""
     yield running
     for gauge in ("coatcheck_in_flight", "coatcheck_turns_running", "coatcheck_queued_turns"):
-        await wait_until(lambda gauge=gauge: _is_zero(running.replica, gauge), 10)  # type: ignore[misc]
+        await wait_until(lambda gauge=gauge: _is_zero(running.replica, gauge), 30)  # type: ignore[misc]
     samples = await metrics(running.replica)
     assert not total(samples, "coatcheck_turns_total", 'outcome="failed"')
-    for worker in running.workers:
-        # One more where a worker on a busy machine takes longer than 50 ms to notice that a turn was broken off.
-        assert await _most_at_once(worker) <= MAX_TURNS + 1
 
 
 async def _is_zero(replica: Replica, gauge: str) -> bool:
@@ -87,39 +84,44 @@ async def _most_at_once(worker: Worker) -> int:
     return most
 
 
-async def test_beside_a_flood_a_tenant_waits_at_most_twice_as_long(processes: Processes) -> None:
-    """In turns that the workers serve from its asking to its answer, 95 of 100."""
+async def test_beside_a_flood_a_tenant_waits_for_its_share_only(processes: Processes) -> None:
+    """In turns that the workers serve from its asking to its answer. With half of the slots it sees 16 to 20 of them,
+    and the flood 100; first come, first served, both would see 58. How much longer than alone, to the turn:
+    unit/test_capacity.py."""
     fleet = started(processes)
+    asked: dict[str, list[tuple[float, float]]] = {"flood": [], "small": []}
+    over = False
 
-    async def served_meanwhile(flood: int) -> int:
-        asked: list[tuple[float, float]] = []
-        over = False
+    async def ask_as(tenant: str) -> None:
+        began = time.time()
+        assert await fleet.turn(tenant, tokens=4) == 200
+        asked[tenant].append((began, time.time()))
 
-        async def floods() -> None:
-            while not over:
-                assert await fleet.turn("flood", tokens=4) == 200
+    async def floods() -> None:
+        while not over:
+            await ask_as("flood")
 
-        async def asks() -> None:
-            for _ in range(6):
-                began = time.time()
-                assert await fleet.turn("small", tokens=4) == 200
-                asked.append((began, time.time()))
+    async def asks() -> None:
+        for _ in range(6):
+            await ask_as("small")
 
-        flooding = [asyncio.create_task(floods()) for _ in range(flood)]
-        if flood:
-            await wait_until(lambda: _queued(fleet, flood - SLOTS), 10)
-        await asyncio.gather(*(asks() for _ in range(2 * SLOTS)))
-        over = True
-        await asyncio.gather(*flooding)
-        ends = [record["end"] for record in await fleet.records()]
-        counts: list[int] = sorted(sum(began <= end <= ended for end in ends) for began, ended in asked)
-        return counts[len(counts) * 95 // 100]
+    flooding = [asyncio.create_task(floods()) for _ in range(FLOOD)]
+    await wait_until(lambda: _queued(fleet, FLOOD - SLOTS), 30)
+    beside_from = time.time()
+    await asyncio.gather(*(asks() for _ in range(2 * SLOTS)))
+    beside_until = time.time()
+    over = True
+    await asyncio.gather(*flooding)
+    ends = [record["end"] for record in await fleet.records()]
 
-    alone, beside = await served_meanwhile(0), await served_meanwhile(FLOOD)
-    assert beside <= 2 * alone, (alone, beside)
-    for worker in fleet.workers:
-        # One more where a worker on a busy machine takes longer than 50 ms to notice that a turn was broken off.
-        assert await _most_at_once(worker) <= MAX_TURNS + 1
+    def served_meanwhile(tenant: str) -> list[int]:
+        spans = [(began, ended) for began, ended in asked[tenant] if beside_from <= began <= beside_until]
+        return sorted(sum(began <= end <= ended for end in ends) for began, ended in spans)
+
+    small, flood = served_meanwhile("small"), served_meanwhile("flood")
+    assert 1.5 * small[len(small) * 95 // 100] <= flood[len(flood) // 2], (small, flood)
+    for worker in fleet.workers:  # exact, because nobody has left
+        assert await _most_at_once(worker) <= MAX_TURNS
 
 
 async def _queued(fleet: Fleet, least: int) -> bool:
@@ -157,7 +159,7 @@ async def _official(fleet: Fleet) -> None:
         return [asyncio.create_task(fleet.turn(tenant, tokens=120)) for _ in range(count)]
 
     held = await hold("flood", 3 + QUEUE)
-    await wait_until(lambda: _queued(fleet, QUEUE), 10)
+    await wait_until(lambda: _queued(fleet, QUEUE), 30)
     with pytest.raises(openai.RateLimitError) as limited:
         await asyncio.to_thread(ask_with, "flood", max_retries=0)
     assert limited.value.code == "tenant_limit"
@@ -165,15 +167,15 @@ async def _official(fleet: Fleet) -> None:
     for task in held:
         task.cancel()
     await asyncio.gather(*held, return_exceptions=True)
-    await wait_until(lambda: _is_zero(fleet.replica, "coatcheck_in_flight"), 5)
+    await wait_until(lambda: _is_zero(fleet.replica, "coatcheck_in_flight"), 30)
 
     held = [*await hold("flood", 2), *await hold("small", 2)]
-    await wait_until(lambda: _in_flight(fleet, SLOTS), 10)
+    await wait_until(lambda: _in_flight(fleet, SLOTS), 30)
     shown = await ask(fleet.replica.url, target="/admin/workers", headers=[("host", "localhost")])
     assert [(each["in_flight"], each["max_turns"]) for each in shown.json["workers"]] == [(2, 2)] * 2
     # Shares of the queue are even as well: one who has less of it than another would be let in.
     held += [*await hold("flood", QUEUE // 2), *await hold("small", QUEUE // 2)]
-    await wait_until(lambda: _queued(fleet, QUEUE), 10)
+    await wait_until(lambda: _queued(fleet, QUEUE), 30)
     with pytest.raises(openai.InternalServerError) as full:
         await asyncio.to_thread(ask_with, "flood", max_retries=0)
     assert full.value.status_code == 503
@@ -196,9 +198,9 @@ async def _in_flight(fleet: Fleet, count: int) -> bool:
 async def test_turns_that_wait_when_the_router_is_stopped_are_told(processes: Processes) -> None:
     fleet = started(processes, "--drain-timeout=1")
     held = [asyncio.create_task(fleet.turn("flood", tokens=2000)) for _ in range(SLOTS)]
-    await wait_until(lambda: _in_flight(fleet, SLOTS), 10)
+    await wait_until(lambda: _in_flight(fleet, SLOTS), 30)
     waits = [asyncio.create_task(_said(fleet)) for _ in range(5)]
-    await wait_until(lambda: _queued(fleet, 5), 10)
+    await wait_until(lambda: _queued(fleet, 5), 30)
     fleet.replica.process.terminate()
     for status, body in await asyncio.gather(*waits):
         assert (status, body["error"]["code"]) == (503, "fleet_full")

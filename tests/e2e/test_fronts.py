@@ -182,7 +182,7 @@ async def test_a_turn_that_was_sent_is_not_sent_again(front: Front) -> None:
         answer = await front.post(f"/v1/break?{number}")
         assert answer.status in (502, 503)
         assert in_openais_shape(answer)
-    await wait_until(lambda: _answers(front), 10)  # nginx passes both over for a second now
+    await wait_until(lambda: _answers(front), 30)  # nginx passes both over for a second now
     # On a connection that was kept, too.
     await asyncio.gather(*(front.post() for _ in range(8)))
     assert (await front.post("/v1/break?kept")).status in (502, 503)
@@ -235,8 +235,8 @@ async def test_each_event_comes_as_it_is_sent(front: Front) -> None:
 async def test_a_client_that_leaves_ends_its_turn(front: Front) -> None:
     async with await Wire.to(front.url) as wire:
         wire.request("POST", "/v1/hang", JSON, b"{}")
-        await wait_until(lambda: front.heads, 10)
-    await wait_until(lambda: any(replica.left.is_set() for replica in front.replicas), 10)
+        await wait_until(lambda: front.heads, 30)
+    await wait_until(lambda: any(replica.left.is_set() for replica in front.replicas), 30)
 
 
 async def test_headers_pass_with_their_names_and_up_to_the_routers_own_limit(front: Front) -> None:

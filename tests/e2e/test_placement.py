@@ -70,9 +70,9 @@ async def test_sessions_of_the_other_replica_count(fleet: Fleet) -> None:
     async def known() -> bool:
         return await others() >= before + 40
 
-    await wait_until(known, 15)
+    await wait_until(known, 30)
 
     async def passed_over() -> bool:
         return (await fleet.first_turns(20, here))["w0"] == 0
 
-    await wait_until(passed_over, 15)  # what was said is forgotten for a while where the other one is late
+    await wait_until(passed_over, 30)  # what was said is forgotten for a while where the other one is late

@@ -44,7 +44,7 @@ def pair(processes: Processes, workers: Sequence[Worker], *claims: str, options:
 
 async def acquainted(*replicas: Replica) -> None:
     for replica in replicas:
-        await wait_until(partial(_peers, replica, len(replicas) - 1), 10)
+        await wait_until(partial(_peers, replica, len(replicas) - 1), 30)
 
 
 async def _peers(replica: Replica, count: int) -> bool:
@@ -80,7 +80,7 @@ async def test_what_differs_is_said_at_both_until_it_is_mended(
     settings = {"session-secret", "session-from", "api-keys", "policy", "parent-slack", "session-ttl", "kept-ttl"}
     settings.add("worker")
     for replica, name in ((one, "other"), (other, "one")):
-        await wait_until(partial(_differing, replica, settings), 15)
+        await wait_until(partial(_differing, replica, settings), 30)
         log = replica.process.output()
         assert len(re.findall(rf"WARNING coatcheck.replicas replica {name} ", log)) == len(settings), "each once"
         assert "a-secret" not in log
@@ -95,7 +95,7 @@ async def test_what_differs_is_said_at_both_until_it_is_mended(
         assert "w3" in about_workers
     other.process.terminate()
     assert other.process.wait(20) == 0
-    await wait_until(lambda: _differing(one, set()), 10)
+    await wait_until(lambda: _differing(one, set()), 30)
     assert len(re.findall("INFO coatcheck.replicas replica other", one.process.output())) == len(settings)
 
 
@@ -171,7 +171,7 @@ async def test_a_session_that_one_knew_is_found_by_the_other_when_etcd_is_gone(
     for replica in (a, b):
         assert total(await metrics(replica), "coatcheck_claim_cache_entries") <= 20
     on_etcd.etcd.restart()
-    await wait_until(partial(_state, a, b, up=True), 15)
+    await wait_until(partial(_state, a, b, up=True), 30)
     for session in [*sessions[10:], *fresh[10:]]:
         for replica in (a, b):
             assert (await turn(replica.url, session=session)).affinity in ("stored", "cached")
@@ -201,7 +201,7 @@ async def test_a_replica_that_is_cut_off_alone_asks_the_other(
             sessions = [new_session() for _ in range(20)]
             await asyncio.gather(*(turn(alone.url, session=session) for session in sessions[:10]))
             await asyncio.gather(*(turn(well.url, session=session) for session in sessions[10:]))
-            await wait_until(partial(_state, alone, up=False), 10)
+            await wait_until(partial(_state, alone, up=False), 30)
             for number, session in enumerate([*before, *sessions]):
                 for replica in (alone, well) if number % 2 else (well, alone):
                     assert (await turn(replica.url, session=session)).status == 200
@@ -212,7 +212,7 @@ async def test_a_replica_that_is_cut_off_alone_asks_the_other(
                 assert (await turn(well.url, session=session)).affinity == "created"
             setattr(path, lost, False)
             path.sever()
-            await wait_until(partial(_state, alone, up=True), 15)
+            await wait_until(partial(_state, alone, up=True), 30)
 
 
 # --- an id that is used again ----------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from app.reloading import Rereading
 from app.serve import listen
 from app.serve import serve as serve_here
 from app.sources import read_settings
+from tests.support.nursery import Child, nursery
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,18 +32,21 @@ ROOT = Path(__file__).parents[2]
 class Router:
     """A running `coatcheck serve` with one worker that takes connections and never answers."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, anew: bool = False) -> None:
+        """`anew`: as users start it, not forked."""
         self._worker = socket.create_server(("127.0.0.1", 0))
         worker = f"http://127.0.0.1:{self._worker.getsockname()[1]}"
         unasked = ("--probe-path=off", "--models-interval=0")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port=0", *unasked, "--worker", worker, *arguments],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-        assert self.process.stderr is not None
-        self.announcement = self.process.stderr.readline()
+        reading, writing = os.pipe()
+        self.stderr = os.fdopen(reading)
+        command = ["app", "serve", "--port=0", *unasked, "--worker", worker, *arguments]
+        self.process: subprocess.Popen[bytes] | Child
+        if anew:
+            self.process = subprocess.Popen([sys.executable, "-m", *command], stdout=writing, stderr=writing, cwd=ROOT)
+        else:
+            self.process = nursery().start(command, os.environ, writing, writing)
+        os.close(writing)
+        self.announcement = self.stderr.readline()
         found = re.search(r"http://\S+:\d+", self.announcement)
         assert found, self.announcement
         self.url = found[0]
@@ -78,15 +82,13 @@ class Router:
     def end(self, within: float) -> str:
         """Wait for the end; answers what it said on stderr since the announcement."""
         self.process.wait(within)
-        assert self.process.stderr is not None
-        return self.process.stderr.read()
+        return self.stderr.read()
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        assert self.process.stderr is not None
-        self.process.stderr.close()
+        self.stderr.close()
         self.client.close()
         self._worker.close()
 
@@ -95,8 +97,8 @@ class Router:
 def serve() -> Iterator[Callable[..., Router]]:
     with contextlib.ExitStack() as stack:
 
-        def start(*arguments: str) -> Router:
-            router = Router(*arguments)
+        def start(*arguments: str, anew: bool = False) -> Router:
+            router = Router(*arguments, anew=anew)
             stack.callback(router.close)
             return router
 
@@ -230,7 +232,7 @@ def test_as_many_files_may_be_open_as_the_system_allows(serve: Callable[..., Rou
     allowed = min(hard, 4096) if hard > 0 else 4096
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024) if soft > 0 else 1024, hard))
     try:
-        router = serve("--claims", "memory://")
+        router = serve("--claims", "memory://", anew=True)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     limits = Path(f"/proc/{router.process.pid}/limits").read_text()

@@ -70,7 +70,7 @@ async def test_three_models_over_five_workers(processes: Processes) -> None:
     async def known() -> bool:
         return all(["second" in await models_of(replica) for replica in replicas])
 
-    await wait_until(known, 5)
+    await wait_until(known, 30)
 
 
 async def test_a_model_whose_only_worker_is_down(processes: Processes) -> None:

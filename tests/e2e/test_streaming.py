@@ -96,7 +96,7 @@ async def play(setup: Setup) -> AsyncIterator[Play]:
 
         yield start
     for replica in (setup.usual, setup.hasty):
-        await wait_until(partial(_at_rest, replica), 5)
+        await wait_until(partial(_at_rest, replica), 30)
 
 
 async def _at_rest(replica: Replica) -> bool:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.e2e.conftest import new_session
+from tests.e2e.conftest import PATIENCE, new_session
 from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.wire import Cut, Wire, turn
 
@@ -41,7 +41,8 @@ def fleet(module_processes: Processes) -> Fleet:
     workers = module_processes.workers(6, "--ttft-ms", "40", "--itl-ms", "5", apart=True)
     # One replica keeps its connections to workers and one does not: a dead worker shows itself in another way on each.
     named = [f"--worker={worker.url},name={worker.name}" for worker in workers]
-    common = [f"--claims=file://{module_processes.folder}/claims", f"--connect-timeout={CONNECT_LIMIT}", *named]
+    claims = f"--claims=file://{module_processes.folder}/claims"
+    common = [claims, f"--store-deadline={PATIENCE}", f"--connect-timeout={CONNECT_LIMIT}", *named]
     return Fleet(module_processes.replicas_with(common, [*common, "--worker-keepalive=0"]), workers)
 
 
@@ -50,7 +51,7 @@ async def at_rest(fleet: Fleet) -> AsyncIterator[None]:
     yield
     for replica in fleet.replicas:
         for gauge in ("coatcheck_in_flight", "coatcheck_turns_running", "coatcheck_session_turns_active"):
-            await wait_until(partial(_is_zero, replica, gauge), 10)
+            await wait_until(partial(_is_zero, replica, gauge), 30)
         assert not total(await metrics(replica), "coatcheck_turns_total", 'outcome="failed"')
 
 
@@ -173,7 +174,7 @@ async def test_behind_a_black_hole_turns_wait_for_the_connect_limit_and_no_longe
         await load.run(iter(sessions * 2))
         assert load.failed == []
         assert set(load.served) == set(sessions)
-        assert CONNECT_LIMIT <= load.slowest < 3 * CONNECT_LIMIT + 2.0
+        assert CONNECT_LIMIT <= load.slowest < 20.0  # the kernel would try for two minutes
         await check_where_they_went(fleet, doomed, sessions)
 
 

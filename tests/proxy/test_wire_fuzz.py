@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from app.turn.paths import Kind, Paths
 from tests.support import http_model
+from tests.support.examples import examples
 from tests.support.http_model import Answer, Incomplete, Malformed, Request
 from tests.support.raw import END, OK, Kept, Peer, answers, chunk, get, post
 
@@ -107,7 +108,7 @@ def worker_answers(draw: st.DrawFn, method: bytes) -> bytes:
     return b"".join([*written, b"HTTP/1.1 %d%b\r\n" % (status, reason), *lines, b"\r\n", b"" if bodiless else body])
 
 
-@settings(FUZZ, max_examples=200)
+@settings(FUZZ, max_examples=examples(60))
 @given(data=st.data(), method=st.sampled_from([b"GET", b"HEAD", b"POST"]), minor=st.sampled_from([1, 1, 0]), cuts=CUTS)
 def test_valid_answer_arrives_as_the_model_says(
     kept: Kept, run: Callable[[Any], Any], data: st.DataObject, method: bytes, minor: int, cuts: list[int]
@@ -221,7 +222,7 @@ def is_for_a_worker(request: Request) -> bool:
     return kind is Kind.TURN and not {b".", b".."} & set(path.split(b"/"))
 
 
-@settings(FUZZ, max_examples=350)
+@settings(FUZZ, max_examples=examples(100))
 @given(sent=mutated_requests(), cuts=CUTS)
 def test_mutated_request_is_read_as_the_model_reads_it_or_refused(
     kept: Kept, run: Callable[[Any], Any], sent: bytes, cuts: list[int]

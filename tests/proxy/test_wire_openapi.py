@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from tests.support.examples import examples
 from tests.support.raw import Live
 
 MODELS = {"object": "list", "data": [{"id": name, "object": "model"} for name in ("m", "org/m", "caf\u00e9 %2F?")]}
@@ -114,7 +115,7 @@ def test_every_answer_is_one_that_is_declared(
 ) -> None:
     operation = control_plane[path][method]
 
-    @settings(max_examples=25, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(10), deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def asked(case: schemathesis.Case[Any]) -> None:
         case.call_and_validate(checks=CHECKS, session=session)

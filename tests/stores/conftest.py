@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import backends.file.registry
 from backends import open_store
 from backends.base import ClaimStore
 from backends.file import FileStore
@@ -149,3 +150,9 @@ async def store(make_store: MakeStore) -> ClaimStore:
 async def other(make_store: MakeStore, store: ClaimStore) -> ClaimStore:
     """A second instance over the same claims."""
     return await make_store()
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are looked at every second; what that means for others is one test's affair."""
+    monkeypatch.setattr(backends.file.registry, "LOOK_EVERY_S", 0.05)

@@ -135,7 +135,9 @@ class TestRaces:
     async def test_the_books_balance_across_processes(self, make_store: MakeStore, store: ClaimStore) -> None:
         keys = [a_key() for _ in range(2)]
         async with AsyncExitStack() as stack:
-            others = await asyncio.gather(*(stack.enter_async_context(Claimant(make_store.url)) for _ in range(3)))
+            others = await asyncio.gather(
+                *(stack.enter_async_context(Claimant(make_store.url, deadline=20.0)) for _ in range(3))
+            )
             for n, other in enumerate(others):
                 other.tell("churn", keys=keys, worker=f"w-{n}", rounds=150)
             balances = [await other.answer() for other in others]

@@ -26,6 +26,7 @@ from backends.file import FileStore
 from backends.file.disk import Clock
 from backends.memory import MemoryStore
 from tests.support.etcd import ETCD_BINARIES, EtcdServer
+from tests.support.examples import examples
 
 T = TypeVar("T")
 KEYS = st.sampled_from([f"{n:x}" * 40 for n in (10, 11)])
@@ -148,13 +149,13 @@ class Later(Clock):
 
 
 def _check(
-    opened: Callable[[], Awaitable[tuple[list[ClaimStore], Callable[[float], None] | None]]], examples: int
+    opened: Callable[[], Awaitable[tuple[list[ClaimStore], Callable[[float], None] | None]]], count: int
 ) -> None:
     machine = type("Checked", (Machine,), {"open": staticmethod(opened)})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=count, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
@@ -170,7 +171,7 @@ def test_memory() -> None:
         store = MemoryStore(clock=lambda: time.monotonic() + passed)
         return [store, store], advance
 
-    _check(opened, examples=100)
+    _check(opened, examples(40))
 
 
 def test_file(quick_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_file(quick_path: Path) -> None:
 
         return list(stores), advance
 
-    _check(opened, examples=40)
+    _check(opened, examples(20))
 
 
 def test_etcd(etcd_servers: Callable[[Path], EtcdServer]) -> None:
@@ -198,4 +199,4 @@ def test_etcd(etcd_servers: Callable[[Path], EtcdServer]) -> None:
         url = server.url(f"model/{secrets.token_hex(6)}")
         return [await open_store(url) for _ in range(2)], None
 
-    _check(opened, examples=20)
+    _check(opened, examples(10))

@@ -12,7 +12,6 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-import backends.file.registry
 from backends.base import LIFETIME, ClaimStore, Reset, StoreUnavailable
 from backends.registry import MAX_NAME, MAX_VALUE, Put, Registry, Removed
 from tests.stores.conftest import Kind, MakeStore, across_processes
@@ -32,12 +31,6 @@ def registry(store: ClaimStore) -> Registry:
 def others(other: ClaimStore) -> Registry:
     """The registry of a second instance."""
     return other.registry
-
-
-@pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files are looked at every second; what that means for others is one test's affair."""
-    monkeypatch.setattr(backends.file.registry, "LOOK_EVERY_S", 0.1)
 
 
 class TestRecords:
@@ -84,7 +77,7 @@ class TestRecords:
     @pytest.mark.parametrize("ttl", [None, 600.0])
     async def test_of_concurrent_puts_one_stands_and_all_agree(self, make_store: MakeStore, ttl: float | None) -> None:
         stores = await make_store.many(3)
-        values = [b"%d" % number for number in range(100)]
+        values = [b"%d" % number for number in range(30)]
         await asyncio.gather(
             *(stores[n % 3].registry.put("workers", "a", value, ttl) for n, value in enumerate(values))
         )

@@ -35,10 +35,9 @@ def binary(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module", params=sorted(ETCD_BINARIES))
-def shared(request: pytest.FixtureRequest) -> Iterator[EtcdServer]:
+def shared(request: pytest.FixtureRequest, etcd_servers: Callable[[Path], EtcdServer]) -> EtcdServer:
     """For tests that leave the server as it is; each uses its own prefix."""
-    with EtcdServer(ETCD_BINARIES[request.param]) as server:
-        yield server
+    return etcd_servers(ETCD_BINARIES[request.param])
 
 
 @pytest.fixture

@@ -65,11 +65,6 @@ def frozen(monkeypatch: pytest.MonkeyPatch, open_file: Open) -> Iterator[Frozen]
     frozen.thaw()
 
 
-@pytest.fixture
-def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends.file.registry, "LOOK_EVERY_S", 0.05)
-
-
 async def put(store: FileStore, root: Path, name: str, ttl: float | None = None) -> Path:
     """The record's file."""
     folder = root / "registry" / "workers"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import http.client
 import inspect
 import json
@@ -25,6 +24,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar, overload
 from urllib.parse import urlsplit
 
+from tests.support.nursery import Child, as_module, die_with_parent, nursery
 from tests.support.tcp import free_ports
 from tests.support.wire import ask
 
@@ -33,9 +33,9 @@ START_LIMIT = 60.0
 """Seconds; generous, because a busy machine starts many at once."""
 STOP_LIMIT = 15.0
 """Seconds from SIGTERM, which ends every process of ours, to SIGKILL."""
-_URL = re.compile(r" at (https?://\S+?)(?:,|\s)")
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+_LISTENING = "0A"
+_URL = re.compile(r"(?:coatcheck \S+|serves .*?) at (https?://\S+?)(?:,|\s)")
+"""What it says when it listens; a router may name its workers' URLs before."""
 
 T = TypeVar("T")
 
@@ -48,15 +48,20 @@ class Process:
         self.log = log
         # The environment's settings are for the user's own router.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("COATCHECK_")}
+        module = as_module(command)
+        self._popen: subprocess.Popen[bytes] | Child
         with log.open("wb") as output:
+            if module is not None:
+                self._popen = nursery().start(module, environment, output.fileno(), output.fileno())
+                return
             self._popen = subprocess.Popen(
                 command,
                 cwd=REPO,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     @property
@@ -101,13 +106,20 @@ class Process:
 
     # What the kernel knows of it
 
-    def sockets(self) -> int:
-        """How many it has open."""
-        count = 0
+    def connections(self, *ports: int) -> set[str]:
+        """Its open TCP sockets with one of these ports at either end, in whatever state, but for those that listen."""
+        mine = set()
         for name in os.listdir(f"/proc/{self.pid}/fd"):
             with contextlib.suppress(FileNotFoundError):  # closed while we look
-                count += os.readlink(f"/proc/{self.pid}/fd/{name}").startswith("socket:")
-        return count
+                mine.add(os.readlink(f"/proc/{self.pid}/fd/{name}"))
+        found = set()
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
+                _, local, remote, state, *others = line.split()
+                ends = {int(end.rpartition(":")[2], 16) for end in (local, remote)}
+                if state != _LISTENING and not ends.isdisjoint(ports):
+                    found.add(f"socket:[{others[5]}]")
+        return found & mine
 
     def memory(self, what: str = "VmRSS") -> int:
         """Bytes; `VmHWM` is the peak since `forget_peak`."""
@@ -271,7 +283,3 @@ def _wait_ready(replica: Replica) -> None:
             status = connection.getresponse().status
         if status != 200:
             time.sleep(0.02)
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

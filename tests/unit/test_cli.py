@@ -12,7 +12,7 @@ from typing import get_type_hints
 
 import pytest
 
-from app import cli, options
+from app import checking, cli
 from app.config import SETTINGS, Settings
 from app.serve import listen
 
@@ -26,7 +26,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.upper().startswith("COATCHECK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(options, "configure_logging", lambda level: None)
+    monkeypatch.setattr(checking, "configure_logging", lambda level: None)
 
 
 @pytest.fixture
@@ -158,19 +158,43 @@ def test_version_and_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in out
 
 
-def test_help_and_version_import_nothing_heavy() -> None:
-    for option in ("--help", "--version"):
-        script = f"""if True:
-            import contextlib, sys
-            from app.cli import main
-            with contextlib.suppress(SystemExit):
-                main(["{option}"])
-            print(sorted({{"pydantic", "httpx", "fastapi", "uvicorn", "rich"}} & sys.modules.keys()))
-        """
-        said = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-        ).stdout
-        assert said.splitlines()[-1] == "[]"
+HEAVY = {
+    "asyncio",
+    "pydantic",
+    "httpx",
+    "fastapi",
+    "uvicorn",
+    "rich",
+    "prometheus_client",
+    "watchfiles",
+    "aetcd",
+    "grpc",
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (["--help"], HEAVY),
+        (["--version"], HEAVY),
+        (["key", "tenant"], HEAVY - {"asyncio"}),
+        (["register", "--help"], HEAVY),
+        (["serve", "--help"], {"fastapi", "uvicorn", "rich", "watchfiles", "aetcd", "grpc", "app.main"}),
+        (["mock", "--count", "0"], {"pydantic_settings", "prometheus_client", "httptools", "aetcd", "app.config"}),
+        (["serve", "--check", "--worker=http://w:1"], {"aetcd", "grpc"}),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_a_command_imports_only_what_it_needs(arguments: list[str], unwanted: set[str]) -> None:
+    script = f"""if True:
+        import contextlib, sys
+        from app.cli import main
+        with contextlib.suppress(SystemExit):
+            main({arguments!r})
+        print(sorted({unwanted!r} & sys.modules.keys()))
+    """
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert said.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(

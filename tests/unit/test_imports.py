@@ -20,12 +20,14 @@ STARTERS = {
     "app.config",
     "app.sources",
     "app.options",
+    "app.checking",
     "app.listening",
     "app.remote",
     "app.serve",
     "app.up",
     "app.children",
     "app.register",
+    "app.registering",
     "app.reloading",
 }
 """They start processes and read settings; what they may know is not the data plane's concern."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from app.fleet.workers import Fleet, worker_specs
 from app.main import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
-from app.sources import CONFIG_VARIABLE, Origin, config_file, read_settings
+from app.sources import CONFIG_VARIABLE, Origin, config_file, read_settings, service_links
 from backends.base import StoreConfigurationError, StoreError
+
+log = logging.getLogger("coatcheck")
 
 _NO_WORKER = (
     f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file), "
@@ -32,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "coatcheck serve --worker URL [--worker URL ...] [options]"
     parser.epilog = (
         "A flag goes before its variable, a variable before the configuration file. Unknown keys and unknown "
-        "COATCHECK_* variables are errors. STATE is $XDG_STATE_HOME, else ~/.local/state."
+        "COATCHECK_* variables are errors, but for those that Kubernetes makes of Services. STATE is $XDG_STATE_HOME, "
+        "else ~/.local/state."
     )
     parser.add_argument(
         "--config",
@@ -70,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
     configure_logging(settings.process.log_level)
+    if links := service_links():
+        log.info("not for us, and ignored: %s (Kubernetes makes them of Services)", ", ".join(links))
     try:
         asyncio.run(_try_store(settings))
     except StoreConfigurationError as error:

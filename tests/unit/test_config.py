@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings, mask, shown_value
-from app.sources import SettingsError, read_settings
+from app.sources import SettingsError, read_settings, service_links
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"
@@ -393,6 +393,56 @@ def test_an_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest
     (problem,) = problems()
     assert "COATCHECK_WORKERS" in problem
     assert problem.endswith("did you mean COATCHECK_WORKER?")
+
+
+# What Kubernetes 1.33 sets in a pod beside the Services coatcheck and coatcheck-peers, the latter of IPv6.
+SERVICE_LINKS = {
+    "COATCHECK_SERVICE_HOST": "10.96.14.3",
+    "COATCHECK_SERVICE_PORT": "8000",
+    "COATCHECK_SERVICE_PORT_HTTP": "8000",
+    "COATCHECK_PORT": "tcp://10.96.14.3:8000",
+    "COATCHECK_PORT_8000_TCP": "tcp://10.96.14.3:8000",
+    "COATCHECK_PORT_8000_TCP_PROTO": "tcp",
+    "COATCHECK_PORT_8000_TCP_PORT": "8000",
+    "COATCHECK_PORT_8000_TCP_ADDR": "10.96.14.3",
+    "COATCHECK_PEERS_SERVICE_HOST": "fd00::7",
+    "COATCHECK_PEERS_SERVICE_PORT": "8001",
+    "COATCHECK_PEERS_PORT": "tcp://[fd00::7]:8001",
+    "COATCHECK_PEERS_PORT_8001_UDP_ADDR": "fd00::7",
+}
+
+
+def test_what_kubernetes_makes_of_services_is_no_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COATCHECK_SESSION_TTL", "900")
+    settings, origins = read_settings({}, written(tmp_path, "port = 8005"))
+    assert (settings.listen.port, settings.store.session_ttl) == (8005, 900)
+    assert origins["port"].kind == "file"
+    assert service_links() == sorted(SERVICE_LINKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("COATCHECK_PORT", "tcp://0.0.0.0:8000"),  # where to listen, in somebody's own words
+        ("COATCHECK_PORT", "tcp://127.0.0.1:8000"),
+        ("COATCHECK_PORT", "http://10.0.0.1:8000"),
+        ("COATCHECK_PORT", "10.0.0.1:8000"),
+        ("COATCHECK_PORT", "80a"),
+        ("COATCHECK_SERVICE_HOST", "router.example"),
+        ("COATCHECK_SERVICE_PORT", "http"),
+        ("COATCHECK_PORT_8000_TCP_PROTO", "http"),
+        ("COATCHECK_PORT_8000", "tcp://10.0.0.1:8000"),
+        ("COATCHECK_SERVICE_HOSTS", "10.0.0.1"),
+    ],
+)
+def test_a_mistake_that_looks_like_a_services_variable_stays_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    (problem,) = problems()
+    assert name in problem
 
 
 @pytest.mark.parametrize(

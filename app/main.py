@@ -36,7 +36,7 @@ from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
-from app.listening import Place, is_loopback, network_name
+from app.listening import Place, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
 from app.replicas import Myself, Replicas, hashes
@@ -389,9 +389,9 @@ def _admins(settings: Settings) -> tuple[Admins, Admins]:
     """For the admin API, and for turns: those are never taken where `admin-listen` is."""
     token, place = settings.access.token, settings.access.admin_place
     if place is None:
-        admins = Admins(token, local=is_loopback(settings.listen.host))
+        admins = Admins(token, local=settings.admin_is_local)
         return admins, admins
-    return Admins(token, local=place.is_local, at_path=place.path is not None), Admins(token, local=False)
+    return Admins(token, local=settings.admin_is_local, at_path=place.path is not None), Admins(token, local=False)
 
 
 async def _measure_lag(metrics: Metrics) -> None:

@@ -55,6 +55,11 @@ class _Secure(End):
         """That was agreed on (ALPN)."""
         return self._tls.selected_alpn_protocol()
 
+    @property
+    def certificate(self) -> bytes | None:
+        """The other side's."""
+        return self._tls.getpeercert(True)
+
     async def shake_hands(self) -> None:
         """Raises ConnectionError."""
         while True:
@@ -64,10 +69,8 @@ class _Secure(End):
                 await self._flush()
                 if not await self._came(LIMIT):
                     raise ConnectionError("ended within the handshake") from None
-            except ssl.CertificateError:
-                raise
-            except ssl.SSLError as error:
-                raise ConnectionError("the router has broken the handshake off") from error
+            except ssl.SSLError as error:  # also: we do not believe its certificate
+                raise ConnectionError("the handshake was broken off") from error
             else:
                 await self._flush()
                 return
@@ -80,19 +83,20 @@ class _Secure(End):
         await self._flush()
 
     async def more(self, limit: float | None = LIMIT) -> bool:
+        before = len(self.buffer)
         came = await self._came(limit)
         while True:
             try:
                 data = self._tls.read(_RECORD)
             except (ssl.SSLWantReadError, ssl.SSLEOFError):
-                return came
+                return came or len(self.buffer) > before
             except ssl.SSLZeroReturnError:
                 data = b""
             except ssl.SSLError as error:
                 raise ConnectionError("the router has broken it off") from error
             if not data:
                 self.ended = "closed"
-                return False
+                return len(self.buffer) > before
             self.buffer += data
 
     async def say_the_end(self) -> None:

@@ -423,6 +423,11 @@ class Process(_Group, title="shutdown and log"):
     """Seconds that /ready fails before the port closes, on a first SIGTERM or SIGINT."""
     drain_timeout: int = Field(30, ge=0, le=86_400)
     """Seconds that running turns get at shutdown."""
+    otel_endpoint: Annotated[str | None, Spoken("URL", wrong="not a URL; write one like http://collector:4318")] = (
+        Field(None, pattern=r"^https?://[^/\s]+")
+    )
+    """Where traces go, by OTLP over HTTP, like http://collector:4318; without it, where OpenTelemetry's own variables
+    say, if they do; needs coatcheck[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level logged."""
 

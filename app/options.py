@@ -19,6 +19,7 @@ from app.main import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from app.sources import CONFIG_VARIABLE, Origin, config_file, read_settings, service_links
+from app.turn.tracing import is_installed as tracing_is_installed
 from backends.base import StoreConfigurationError, StoreError
 
 log = logging.getLogger("coatcheck")
@@ -73,6 +74,9 @@ def run(args: argparse.Namespace) -> int:
     settings, origins = read_settings(flags, args.config)
     if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
+    if settings.process.otel_endpoint is not None and not tracing_is_installed():
+        given = origins["otel_endpoint"].with_value(settings.process.otel_endpoint)
+        raise Trouble(f"{given}: this needs more packages: install coatcheck[otel]", code=2)
     configure_logging(settings.process.log_level)
     if links := service_links():
         log.info("not for us, and ignored: %s (Kubernetes makes them of Services)", ", ".join(links))

@@ -34,6 +34,7 @@ from app.turn.request import Reading, Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
 from app.turn.routing import Decision, Hint, Routing
 from app.turn.slots import Slots
+from app.turn.tracing import Tracing, TurnTrace
 
 log = logging.getLogger("coatcheck.turn")
 
@@ -66,6 +67,8 @@ class Shared(msgspec.Struct, frozen=True):
     """None: as many turns as come, anywhere."""
     bounds: Bounds = Bounds()
     """Of waiting for a slot."""
+    tracing: Tracing | None = None
+    """None: there are no spans."""
 
 
 class Turns:
@@ -131,6 +134,8 @@ class Turn:
     _outcome: TurnOutcome = "completed"
     _status = 0
     """What the worker answered; 0: nothing."""
+    _trace: TurnTrace | None = None
+    """None: nobody wants one."""
     _left_at = 0.0
     """When the client left that had its answer, of which only the worker's end had not come. 0: it did not."""
 
@@ -148,6 +153,8 @@ class Turn:
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
         self._driven: Driven | None = Driven(self._returned, self._failed)
+        if shared.tracing is not None:
+            self._trace = shared.tracing.begin(exchange)
 
     # -- the turn, top to bottom
 
@@ -157,6 +164,8 @@ class Turn:
             if self._request.dry_run:
                 await self._explain()
             else:
+                if self._trace is not None:
+                    self._trace.binds()
                 await self._route()
                 await self._try_until_answered()
         except TurnError as error:
@@ -241,6 +250,8 @@ class Turn:
                 slot = slots.hand_over()
             with Attempt(self._decision.target, self._presence, metrics, self._loop, slot) as attempt:
                 self._attempt = attempt
+                if self._trace is not None:
+                    request.trace_line = b"%b: %b\r\n" % self._trace.attempts(attempt.target)
                 worker = attempt.target.worker
                 try:
                     connection = None if fresh else worker.pool.take()
@@ -253,8 +264,12 @@ class Turn:
                         raise attempt.upload_fault from error
                     failure = error
                     blame(worker.health, error)
+                    if self._trace is not None:
+                        self._trace.failed(error)
                 else:
                     self._status = status = connection.response.status
+                    if self._trace is not None:
+                        self._trace.answered(status)
                     judge(worker.health, status)
                     if status == 404 and self._asks_on(lost | {worker.name}):
                         lost |= {worker.name}
@@ -313,6 +328,8 @@ class Turn:
     async def _break_off(self, answer: Answer, failure: AttemptFailed) -> None:
         """The worker's answer will not be completed."""
         self._presence.raise_if_gone()
+        if self._trace is not None:
+            self._trace.failed(failure)
         if self._binding is not None and self._binding.holds_end:
             await self._presence.in_any_case(self._binding.close())
         if self._left_at or answer.over:
@@ -360,6 +377,21 @@ class Turn:
         metrics.turn(self._request.fields.model, self._outcome)
         metrics.turn_seconds.observe(self._loop.time() - self._began)
         self._running.discard(self)
+        if self._trace is not None:
+            self._end(self._trace)
+
+    def _end(self, trace: TurnTrace) -> None:
+        request, decision, answer = self._request, self._decision, self._answer
+        trace.end(
+            self._outcome,
+            http__response__status_code=self._exchange.status or None,
+            coatcheck__request_id=request.id.decode("latin-1"),
+            coatcheck__session=None if self._binding is None else self._binding.key[:12],
+            coatcheck__worker=None if decision is None else decision.target.worker.name,
+            coatcheck__affinity=None if decision is None else decision.how,
+            coatcheck__first_byte_seconds=answer.ttft if answer is not None and answer.came else None,
+            gen_ai__request__model=request.fields.model or None,
+        )
 
     # -- steps of it
 
@@ -385,6 +417,8 @@ class Turn:
 
     def _go(self, decision: Decision) -> None:
         self._decision = decision
+        if self._trace is not None:
+            self._trace.goes(decision.how)
         metrics = self._shared.metrics
         metrics.affinity.cells[decision.how,] += 1
         if decision.overrides:

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from app.fleet.discovery.source import Aside
 from app.fleet.workers import Target
@@ -21,8 +21,10 @@ from app.metrics import TurnOutcome
 
 log = logging.getLogger("coatcheck.traces")
 
-Context = Span = TracerProvider = Any
-"""The SDK's, which is not imported here."""
+# The SDK's, which is not imported here.
+Context: TypeAlias = Any
+Span: TypeAlias = Any
+TracerProvider: TypeAlias = Any
 
 TRACEPARENT = b"traceparent"
 _STATE = b"tracestate"

@@ -7,10 +7,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test fuzz test-clients check smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run test fuzz test-clients check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
+
+# The alert rules and their tests by Prometheus's own tool, which Debian's `prometheus` brings
+PROMTOOL ?= promtool
+
+check-rules:
+	@$(PROMTOOL) check config deploy/prometheus/prometheus.yaml
+	@cd deploy/prometheus && $(PROMTOOL) test rules alerts_test.yaml
 
 # Much of a test's time is waiting, hence more processes than a small machine has cores; `make test JOBS=1` for one
 JOBS ?= 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import sys
 
 from app import Trouble
@@ -14,8 +15,11 @@ from app.fleet.workers import Fleet, worker_specs
 from app.main import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
-from app.sources import Origin, config_file, read_settings
+from app.sources import Origin, config_file, read_settings, service_links
+from app.turn.tracing import is_installed as tracing_is_installed
 from backends.base import StoreConfigurationError, StoreError
+
+log = logging.getLogger("coatcheck")
 
 _NO_WORKER = (
     f"no worker is given: add --worker http://host:port (or {SETTINGS['worker'].variable}, or `worker` in the file), "
@@ -29,7 +33,12 @@ def run(args: argparse.Namespace) -> int:
     settings, origins = read_settings(flags, args.config)
     if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
+    if settings.process.otel_endpoint is not None and not tracing_is_installed():
+        given = origins["otel_endpoint"].with_value(settings.process.otel_endpoint)
+        raise Trouble(f"{given}: this needs more packages: install coatcheck[otel]", code=2)
     configure_logging(settings.process.log_level)
+    if links := service_links():
+        log.info("not for us, and ignored: %s (Kubernetes makes them of Services)", ", ".join(links))
     try:
         asyncio.run(_try_store(settings))
     except StoreConfigurationError as error:

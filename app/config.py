@@ -46,7 +46,8 @@ from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
 from app.http.headers import Forwarding
 from app.http.origins import Origins
-from app.listening import Place, read_peer_address, read_place
+from app.http.tls import server_context
+from app.listening import Place, read_peer_address, read_place, read_socket_path
 from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
 from app.turn.fields import parse_aliases
@@ -156,6 +157,11 @@ def _check_ca(file: Path) -> None:
     ssl.create_default_context(cafile=file)
 
 
+def _check_pem(file: Path) -> None:
+    if "-----BEGIN " not in file.read_text(encoding="latin-1"):
+        raise ValueError("the file is not PEM; name one that begins with -----BEGIN")
+
+
 class RelationError(ValueError):
     """Settings that are each right and do not fit together."""
 
@@ -189,6 +195,17 @@ class Listen(_Group, title="listening"):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    uds: Annotated[str | None, Spoken("PATH"), _usable(read_socket_path)] = None
+    """Unix socket to listen on in place of host and port, like /run/coatcheck/http: for a proxy on this machine, of our
+    user or group."""
+    tls_cert: Annotated[Path | None, _usable(_check_pem, "name a PEM file with certificates")] = None
+    """Certificates (PEM) by which clients are served over TLS, our own first; read again when the file changes."""
+    tls_key: Annotated[
+        Path | None,
+        Spoken(default="in tls-cert's file"),
+        _usable(_check_pem, "name a PEM file with the private key"),
+    ] = None
+    """Private key (PEM) of tls-cert."""
     processes: int = Field(1, ge=1, le=256)
     """Router processes that share the port; each is a replica."""
     peer_listen: Annotated[
@@ -203,8 +220,17 @@ class Listen(_Group, title="listening"):
     keepalive_timeout: int = Field(75, ge=1, le=3600)
     """Seconds an idle client connection is kept."""
     trusted_proxies: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), _usable(_check_proxies)] = ()
-    """Proxies in front whose X-Forwarded-* headers are passed on to workers, as addresses or networks; *: everybody;
-    repeatable (in a variable: separated by spaces)."""
+    """Proxies in front whose X-Forwarded-* headers are passed on to workers, as addresses or networks; unix: who comes
+    by the unix socket; *: everybody; repeatable (in a variable: separated by spaces)."""
+
+    @property
+    def place(self) -> Place:
+        """Where clients come in."""
+        return Place(self.host, self.port) if self.uds is None else Place(path=read_socket_path(self.uds))
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Made of the files as they are now; None: clients are served without. Raises OSError, ValueError."""
+        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key)
 
 
 class Workers(_Group, title="workers"):
@@ -398,6 +424,11 @@ class Process(_Group, title="shutdown and log"):
     """Seconds that /ready fails before the port closes, on a first SIGTERM or SIGINT."""
     drain_timeout: int = Field(30, ge=0, le=86_400)
     """Seconds that running turns get at shutdown."""
+    otel_endpoint: Annotated[str | None, Spoken("URL", wrong="not a URL; write one like http://collector:4318")] = (
+        Field(None, pattern=r"^https?://[^/\s]+")
+    )
+    """Where traces go, by OTLP over HTTP, like http://collector:4318; without it, where OpenTelemetry's own variables
+    say, if they do; needs coatcheck[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level logged."""
 
@@ -420,6 +451,13 @@ class Settings(_Group):
         if chosen == NO_PEERS or self.store.claims.lower().startswith("memory:"):
             return None
         return read_place(chosen) if chosen is not None else Place(self.listen.host, 0)
+
+    @property
+    def admin_is_local(self) -> bool:
+        """Whether only this machine can connect to where the admin API is served, and for itself: at a public unix
+        socket a proxy does, for anybody."""
+        place = self.access.admin_place
+        return place.is_local if place is not None else self.listen.uds is None and self.listen.place.is_local
 
     @classmethod
     def flat(cls, **values: Any) -> Self:
@@ -448,6 +486,7 @@ class Settings(_Group):
     @model_validator(mode="after")
     def _check_relations(self) -> Self:
         workers, sessions, store, limits = self.workers, self.sessions, self.store, self.limits
+        self._check_tls()
         if self.listen.processes > 1 and store.claims.startswith("memory:"):
             why = "several processes cannot share memory; use file:///dir or etcd://host:2379/..."
             raise RelationError("processes", "claims", why)
@@ -477,6 +516,21 @@ class Settings(_Group):
             why = "certificates that are not verified need no CA; remove one of them"
             raise RelationError("worker_ca", "worker_tls_verify", why)
         return self
+
+    def _check_tls(self) -> None:
+        listen = self.listen
+        if listen.tls_key is not None and listen.tls_cert is None:
+            raise RelationError("tls_key", "tls_cert", "a key without certificates; name those as well")
+        if listen.tls_cert is not None and listen.uds is not None:
+            raise RelationError("uds", "tls_cert", "no TLS is spoken at a unix socket; remove one of them")
+        try:
+            listen.tls()
+        except ssl.SSLError as error:
+            why = "they do not fit together" if error.reason == "KEY_VALUES_MISMATCH" else "there is no such pair"
+            said = f"{why} ({error.reason or error}); name certificates, the server's own first, and its key"
+            raise RelationError("tls_cert", "tls_key", said) from None
+        except (OSError, ValueError) as error:
+            raise RelationError("tls_cert", "tls_key", str(error)) from None
 
 
 class Flat(Listen, Workers, Access, Sessions, Store, Limits, Process, BaseSettings):

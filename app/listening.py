@@ -37,7 +37,10 @@ class Place(NamedTuple):
     @property
     def url(self) -> str:
         """As `coatcheck sessions --url` takes it."""
-        return str(self) if self.path is not None else f"http://{self}"
+        return self.url_by("http")
+
+    def url_by(self, scheme: str) -> str:
+        return str(self) if self.path is not None else f"{scheme}://{self}"
 
     @property
     def is_local(self) -> bool:
@@ -48,16 +51,21 @@ class Place(NamedTuple):
 def read_place(text: str) -> Place:
     """From `HOST:PORT`, `[IPV6]:PORT` or `unix:/path`. Raises ValueError."""
     if text.startswith(_UNIX):
-        path = Path(text.removeprefix(_UNIX).removeprefix("//"))
-        if not path.is_absolute() or len(os.fsencode(path)) > _PATH_LIMIT:
-            raise ValueError(f"a unix socket is unix:/path, its path absolute and at most {_PATH_LIMIT} bytes long")
-        return Place(path=path)
+        return Place(path=read_socket_path(text))
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]") if host.startswith("[") and host.endswith("]") else host
     is_port = port.isascii() and port.isdecimal() and int(port) <= 65535
     if not colon or not bare or not is_port or (":" in bare) != (bare != host) or "/" in bare:
         raise ValueError("write HOST:PORT, [IPV6]:PORT or unix:/path")
     return Place(bare, int(port))
+
+
+def read_socket_path(text: str) -> Path:
+    """From `unix:/path`, or `/path` where nothing else can be meant. Raises ValueError."""
+    path = Path(text.removeprefix(_UNIX).removeprefix("//") if text.startswith(_UNIX) else text)
+    if not path.is_absolute() or len(os.fsencode(path)) > _PATH_LIMIT:
+        raise ValueError(f"a unix socket is unix:/path, its path absolute and at most {_PATH_LIMIT} bytes long")
+    return path
 
 
 def read_peer_address(text: str) -> Place:
@@ -107,16 +115,16 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(is_loopback_address(str(entry[4][0])) for entry in found)
 
 
-def listen_at_path(path: Path) -> socket.socket:
-    """A unix socket that only our user (and root) may connect to. One that a killed router left behind is replaced.
-    Raises OSError."""
+def listen_at_path(path: Path, mode: int = 0o600) -> socket.socket:
+    """A unix socket that only our user (and root) may connect to, or whoever `mode` says. One that a killed router left
+    behind is replaced. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISSOCK(path.lstat().st_mode) and not _answers(path):
             path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(str(path))
-        path.chmod(0o600)  # before it listens: nobody can have connected
+        path.chmod(mode)  # before it listens: nobody can have connected
         listener.listen()
     except BaseException:  # whatever it is goes on to the caller; the socket is nobody else's yet
         listener.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import random
 import secrets
 import ssl
@@ -36,7 +37,7 @@ from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
-from app.listening import Place, is_loopback, network_name
+from app.listening import Place, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, Metrics
 from app.replicas import Myself, Replicas, hashes
@@ -50,6 +51,7 @@ from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
 from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
+from app.turn.tracing import Tracing, open_tracing
 from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
 from backends.base import ClaimStore
@@ -117,6 +119,8 @@ class Router(ControlPlane):
     capacity: Capacity | None = None
     """None: no turns are limited."""
     catalog: Catalog
+    tracing: Tracing | None = None
+    """None: nobody wants spans."""
     metrics: Metrics
     admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
@@ -152,6 +156,7 @@ class Router(ControlPlane):
             body_limit=settings.limits.max_body_bytes,
             judges_hints=settings.sessions.hints == "follow",
             aliases=parse_aliases(settings.workers.model_alias),
+            traced=self.tracing is not None,
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
@@ -229,6 +234,12 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         assert isinstance(app, Router)
         async with contextlib.AsyncExitStack() as stack:
+            app.tracing = tracing = open_tracing(
+                settings.process.otel_endpoint, os.environ, replica=settings.store.replica, version=version()
+            )
+            if tracing is not None:
+                stack.push_async_callback(tracing.aclose)
+                app.read_anew()
             claims = store
             if claims is None:
                 claims = await open_claims(settings)
@@ -287,6 +298,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                     limits=_turn_limits(settings),
                     capacity=app.capacity,
                     bounds=bounds,
+                    tracing=tracing,
                 )
             )
             app.replicas = Replicas(
@@ -389,9 +401,9 @@ def _admins(settings: Settings) -> tuple[Admins, Admins]:
     """For the admin API, and for turns: those are never taken where `admin-listen` is."""
     token, place = settings.access.token, settings.access.admin_place
     if place is None:
-        admins = Admins(token, local=is_loopback(settings.listen.host))
+        admins = Admins(token, local=settings.admin_is_local)
         return admins, admins
-    return Admins(token, local=place.is_local, at_path=place.path is not None), Admins(token, local=False)
+    return Admins(token, local=settings.admin_is_local, at_path=place.path is not None), Admins(token, local=False)
 
 
 async def _measure_lag(metrics: Metrics) -> None:

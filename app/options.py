@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "coatcheck serve --worker URL [--worker URL ...] [options]"
     parser.epilog = (
         "A flag goes before its variable, a variable before the configuration file. Unknown keys and unknown "
-        "COATCHECK_* variables are errors. STATE is $XDG_STATE_HOME, else ~/.local/state."
+        "COATCHECK_* variables are errors, but for those that Kubernetes makes of Services. STATE is $XDG_STATE_HOME, "
+        "else ~/.local/state."
     )
     parser.add_argument(
         "--config",

@@ -48,9 +48,9 @@ class Rereading:
 
     def stamps(self) -> _Stamps:
         """Of the files, as they are now; blocks."""
-        access, workers = self.settings.access, self.settings.workers
+        listen, access, workers = self.settings.listen, self.settings.access, self.settings.workers
         found: list[tuple[int, int, int] | None] = []
-        for file in (self._config, access.api_keys, workers.worker_api_key_file):
+        for file in (self._config, access.api_keys, workers.worker_api_key_file, listen.tls_cert, listen.tls_key):
             stamp = None
             if file is not None:
                 with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ import argparse
 import getpass
 import json
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -93,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         "--token", metavar="TOKEN", help=f"the router's admin token. Default: its own setting [{token}]"
     )
     parser.add_argument(
+        "--ca", type=Path, metavar="FILE", help="CA certificates (PEM) for an https URL. Default: the usual ones"
+    )
+    parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"the router's file, for its admin token [{CONFIG_VARIABLE}]"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         url = url or (access.admin_place.url if access.admin_place is not None else DEFAULT_URL)
     headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
     try:
-        with _client(url.rstrip("/"), headers) as client:
+        with _client(url.rstrip("/"), headers, args.ca) as client:
             does: Mapping[str, Callable[[argparse.Namespace, Ask], None]] = {
                 "sessions": {"list": _list, "show": _show, "close": _close},
                 "workers": {"list": _workers},
@@ -129,11 +133,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _client(url: str, headers: dict[str, str]) -> httpx.Client:
-    """Raises ValueError, httpx.InvalidURL."""
+def _client(url: str, headers: dict[str, str], ca: Path | None) -> httpx.Client:
+    """Raises ValueError, httpx.InvalidURL. Raises Trouble."""
     path = read_place(url).path if url.startswith("unix:") else None
     # What the environment says of proxies is for the internet.
-    transport = httpx.HTTPTransport(uds=None if path is None else str(path), trust_env=False)
+    try:
+        verify = True if ca is None else ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise Trouble(f"--ca {ca} is no file of CA certificates ({error.strerror or error})", code=2) from None
+    transport = httpx.HTTPTransport(uds=None if path is None else str(path), trust_env=False, verify=verify)
     base = url if path is None else "http://localhost"
     return httpx.Client(base_url=base, transport=transport, trust_env=False, timeout=_TIMEOUT, headers=headers)
 

@@ -18,6 +18,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from app.config import Settings, mask
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
+from app.http.tls import AcceptedTls
 from app.listening import (
     Place,
     is_unspecified,
@@ -50,6 +52,8 @@ log = logging.getLogger("coatcheck")
 _SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
 """How the processes of `--processes N` get the settings that were read and checked once."""
 _BACKLOG = 4096
+_MODE_OF_UDS = 0o660
+"""Of the unix socket for clients: a proxy that runs as somebody else is of our group."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 _KEPT_BYTES = 16 * 1024 * 1024
@@ -91,13 +95,13 @@ class _Listeners(NamedTuple):
 @contextlib.contextmanager
 def _listening(settings: Settings) -> Iterator[_Listeners]:
     """Raises Trouble."""
-    public, admin = Place(settings.listen.host, settings.listen.port), settings.access.admin_place
+    public, admin = settings.listen.place, settings.access.admin_place
     with contextlib.ExitStack() as stack:
 
-        def bound(place: Place, host: str, port: str) -> list[socket.socket]:
+        def bound(place: Place, host: str, port: str, mode: int = 0o600) -> list[socket.socket]:
             try:
                 if place.path is not None:
-                    sockets = [listen_at_path(place.path)]
+                    sockets = [listen_at_path(place.path, mode)]
                 else:
                     sockets = listen(place.host, place.port, patience=settings.limits.client_read_timeout)
             except OSError as error:
@@ -111,7 +115,7 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
             return sockets
 
         yield _Listeners(
-            bound(public, "--host", "--port"),
+            bound(public, *(("--uds",) * 2 if public.path is not None else ("--host", "--port")), _MODE_OF_UDS),
             bound(admin, "--admin-listen", "--admin-listen") if admin is not None else [],
         )
 
@@ -218,14 +222,20 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 class _Protocol:
-    """Makes the protocols of clients' connections, by the limits of the moment."""
+    """Makes the protocols of clients' connections, by the limits and the certificate of the moment."""
 
-    def __init__(self, route: Route, draining: Callable[[], bool], origins: Origins | None) -> None:
-        self._route, self._draining, self._origins = route, draining, origins
+    def __init__(
+        self, route: Route, draining: Callable[[], bool], origins: Origins | None, *, speaks_tls: bool = False
+    ) -> None:
+        self._route, self._draining, self._origins, self._speaks_tls = route, draining, origins, speaks_tls
         self._made: Callable[..., asyncio.Protocol]
+        self._handshake_limit = 0.0
+        self._tls: ssl.SSLContext | None = None
 
-    def limit(self, settings: Settings) -> None:
-        """For the connections that come from now on."""
+    def limit(self, settings: Settings, tls: ssl.SSLContext | None) -> None:
+        """For the connections that come from now on; `tls`: if it is spoken here."""
+        self._tls = tls if self._speaks_tls else None
+        self._handshake_limit = settings.limits.client_head_timeout
         limits = ClientLimits(
             head_bytes=settings.limits.max_header_bytes,
             head_wait=settings.limits.client_head_timeout,
@@ -236,7 +246,12 @@ class _Protocol:
         self._made = client_protocol(self._route, self._draining, limits, self._origins)
 
     def __call__(self, **how: Any) -> asyncio.Protocol:
-        return self._made(**how)
+        made = self._made(**how)
+        if self._tls is None:
+            return made
+        waiting = how["server_state"].connections
+        loop = asyncio.get_running_loop()
+        return AcceptedTls(loop, made, self._tls, limit=self._handshake_limit, connections=waiting)
 
 
 class Server(uvicorn.Server):
@@ -259,9 +274,14 @@ class Server(uvicorn.Server):
     ) -> None:
         """`changes`: the settings whenever they change."""
 
-        def config(app: FastAPI, route: Route, lifespan: Literal["on", "off"] = "off") -> uvicorn.Config:
-            protocol = _Protocol(route, lambda: router.draining, router.origins if lifespan == "on" else None)
-            protocol.limit(settings)
+        tls = settings.listen.tls()
+
+        def config(
+            app: FastAPI, route: Route, lifespan: Literal["on", "off"] = "off", *, speaks_tls: bool
+        ) -> uvicorn.Config:
+            origins = router.origins if lifespan == "on" else None
+            protocol = _Protocol(route, lambda: router.draining, origins, speaks_tls=speaks_tls)
+            protocol.limit(settings, tls)
             self._protocols.append(protocol)
             return uvicorn.Config(
                 app,
@@ -281,10 +301,12 @@ class Server(uvicorn.Server):
         self._protocols: list[_Protocol] = []
         self._changes = changes
         self._following: asyncio.Task[None] | None = None
-        super().__init__(config(router, router.proxy_of, "on"))
+        super().__init__(config(router, router.proxy_of, "on", speaks_tls=True))
+        admin = settings.access.admin_place
+        admin_tls = admin is not None and admin.path is None
         self._beside = (
-            (config(router.admin_side, lambda path: None), admin_sockets),
-            (config(router, lambda path: router.door), peer_sockets),
+            (config(router.admin_side, lambda path: None, speaks_tls=admin_tls), admin_sockets),
+            (config(router, lambda path: router.door, speaks_tls=False), peer_sockets),
         )
         """What is served on listeners of its own."""
         self._router = router
@@ -309,6 +331,7 @@ class Server(uvicorn.Server):
         """Take up what may change while turns run."""
         async for settings in changes:
             try:
+                tls = settings.listen.tls()
                 await self._router.follow(settings)
             except (ValueError, OSError) as error:  # it has changed once more since it was checked
                 log.warning("the settings stay as they were: %s", mask(str(error)))
@@ -316,7 +339,7 @@ class Server(uvicorn.Server):
                 log.exception("the settings could not be taken up")
             else:
                 for protocol in self._protocols:
-                    protocol.limit(settings)
+                    protocol.limit(settings, tls)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._following is not None:
@@ -449,19 +472,19 @@ class _Supervisor:
 
 def _announce(settings: Settings, listeners: _Listeners) -> None:
     processes = settings.listen.processes
+    scheme = "http" if settings.listen.tls_cert is None else "https"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     parts = [
-        f"coatcheck {version()} at {' and '.join(_where(listener).url for listener in listeners.public)}",
+        f"coatcheck {version()} at {' and '.join(_where(listener).url_by(scheme) for listener in listeners.public)}",
         _spoken_workers(settings),
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
         f"{files} open files" if files >= 0 else "open files without limit",
     ]
     if listeners.admin:
-        parts.append(f"admin API at {_where(listeners.admin[0]).url}")
+        parts.append(f"admin API at {_where(listeners.admin[0]).url_by(scheme)}")
     log.info(", ".join(parts))
-    place = settings.access.admin_place or Place(settings.listen.host, settings.listen.port)
-    if not settings.access.token and not place.is_local:
+    if not settings.access.token and not settings.admin_is_local:
         where = _where([*listeners.admin, *listeners.public][0])
         log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
 

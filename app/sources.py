@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import ipaddress
 import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -115,15 +116,17 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> Effecti
         else:
             values[name], origins[name] = value, origin
     variables = [CONFIG_VARIABLE, *(setting.variable for setting in SETTINGS.values())]
+    foreign = service_links()
     problems += [
         f"there is no variable {name}{_did_you_mean(name, variables)}"
         for name in sorted(os.environ)
-        if name.startswith(VARIABLE_PREFIX) and name not in variables
+        if name.startswith(VARIABLE_PREFIX) and name not in variables and name not in foreign
     ]
     if problems:
         raise SettingsError(problems)
     for name, value in EnvSettingsSource(Flat, case_sensitive=False)().items():
-        values[name], origins[name] = value, Origin("variable", SETTINGS[name].variable)
+        if SETTINGS[name].variable not in foreign:
+            values[name], origins[name] = value, Origin("variable", SETTINGS[name].variable)
     for name, value in flags.items():
         values[name], origins[name] = value, Origin("flag", SETTINGS[name].flag)
     try:
@@ -132,6 +135,50 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> Effecti
         raise SettingsError(_explain(error, values, origins)) from None
     except RuntimeError as error:  # Path.home()
         raise SettingsError([f"--claims: there is no home folder to keep claims in ({error}); name a store"]) from None
+
+
+def service_links() -> list[str]:
+    """The variables that Kubernetes sets in each pod beside a Service whose name begins as ours do, and that are no
+    settings: COATCHECK_PORT=tcp://10.0.0.1:8000, COATCHECK_SERVICE_HOST=10.0.0.1 and their like. By name and value
+    together: what was meant for us and is wrong is not among them."""
+    return [name for name, value in sorted(os.environ.items()) if _is_service_link(name, value)]
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return any(
+        re.fullmatch(f"{VARIABLE_PREFIX}(?:\\w+_)?{ending}", name, re.ASCII) is not None and is_meant(value)
+        for ending, is_meant in _LINKED.items()
+    )
+
+
+def _is_service_place(value: str) -> bool:
+    place = re.fullmatch(rf"{_PROTOCOL}://(.+):\d+", value)
+    return place is not None and _is_cluster_address(place[1].removeprefix("[").removesuffix("]"))
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.isdecimal()
+
+
+def _is_cluster_address(text: str) -> bool:
+    """Whether a Service can have it: nobody's own, and not every address that there is."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(text)
+        return not (address.is_unspecified or address.is_loopback)
+    return False
+
+
+_PROTOCOL = "(?:tcp|udp|sctp)"
+_LINKED: dict[str, Callable[[str], bool]] = {
+    "SERVICE_HOST": _is_cluster_address,
+    r"SERVICE_PORT(?:_\w+)?": _is_number,
+    "PORT": _is_service_place,
+    r"PORT_\d+_(?:TCP|UDP|SCTP)": _is_service_place,
+    r"PORT_\d+_(?:TCP|UDP|SCTP)_PROTO": lambda value: re.fullmatch(_PROTOCOL, value) is not None,
+    r"PORT_\d+_(?:TCP|UDP|SCTP)_PORT": _is_number,
+    r"PORT_\d+_(?:TCP|UDP|SCTP)_ADDR": _is_cluster_address,
+}
+"""How such a variable ends, behind the Service's name, and what its value is then."""
 
 
 def _read_file(file: Path, named_by: Origin) -> dict[Any, Any]:

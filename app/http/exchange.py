@@ -116,6 +116,8 @@ class Exchange:
     _least = 1
     _news: Wake | None = None
     _refusal: TurnError | None = None
+    status = 0
+    """What was answered; 0: nothing yet."""
     # The answer: `_head` has been given and not been written; `_chunked`, `_sized` (the client sees the end by itself)
     # and `_no_body` say how the body goes, once `response_started`. Nothing is written when `disconnected`.
     response_started = False
@@ -257,6 +259,7 @@ class Exchange:
 
     def start(self, status: int, headers: list[Header]) -> None:
         self.response_started = True
+        self.status = status
         self.expects_continue = False
         if self.mark is not None:
             headers = self.mark(headers)

@@ -72,18 +72,22 @@ class Forwarding:
     """What workers are told of who sent a request."""
 
     def __init__(self, trusted: Iterable[str] = ()) -> None:
-        """`trusted`: the proxies in front of us, as addresses or networks; `*`: everybody. Raises ValueError."""
+        """`trusted`: the proxies in front of us, as addresses or networks; `unix`: who comes by a unix socket; `*`:
+        everybody. Raises ValueError."""
         texts = list(trusted)
         self._everybody = "*" in texts
-        self._networks = [ipaddress.ip_network(text) for text in texts if text != "*"]
+        self._nameless = self._everybody or "unix" in texts
+        self._networks = [ipaddress.ip_network(text) for text in texts if text not in ("*", "unix")]
         self.trusts_some = bool(texts)
 
     def trusts(self, peer: str | None) -> bool:
-        """Whether `peer`, an address, may say for whom it speaks."""
+        """Whether `peer`, an address, may say for whom it speaks; None: one without, by a unix socket."""
+        if peer is None:
+            return self._nameless
         if self._everybody or not self._networks:
             return self._everybody
         try:
-            address = ipaddress.ip_address(peer or "")
+            address = ipaddress.ip_address(peer)
         except ValueError:
             return False
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
@@ -93,12 +97,26 @@ class Forwarding:
     def lines(self, peer: bytes, scheme: bytes, noted: Noted, trusted: bool) -> bytes:
         """Our own header lines, from the request's `noted` headers, which hold `host` and those of `FORWARDED`."""
         host = noted[b"host"][0] if b"host" in noted else b""  # of an HTTP/1.0 client
+        if not peer:
+            return self._nameless_lines(scheme, host, noted, trusted)
         if not trusted:
             return _forwarded(peer, scheme, host)
         lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer])
         if b"x-forwarded-proto" not in noted:
             lines += b"x-forwarded-proto: %b\r\n" % scheme
         if host and b"x-forwarded-host" not in noted:
+            lines += b"x-forwarded-host: %b\r\n" % host
+        return lines
+
+    def _nameless_lines(self, scheme: bytes, host: bytes, noted: Noted, trusted: bool) -> bytes:
+        """Of who came by a unix socket: there is no address to tell."""
+        passed = noted if trusted else {}
+        lines = b""
+        if b"x-forwarded-for" in passed:
+            lines += b"x-forwarded-for: %b\r\n" % b", ".join(passed[b"x-forwarded-for"])
+        if b"x-forwarded-proto" not in passed:
+            lines += b"x-forwarded-proto: %b\r\n" % scheme
+        if host and b"x-forwarded-host" not in passed:
             lines += b"x-forwarded-host: %b\r\n" % host
         return lines
 

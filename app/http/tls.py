@@ -1,9 +1,10 @@
-"""TLS towards workers: between the event loop's transport and a `WorkerConnection`, a transport to the one and a
-protocol to the other.
+"""TLS, towards workers and towards clients: between the event loop's transport and the protocol of a connection, a
+transport to the one and a protocol to the other.
 
 The event loops have TLS of their own. Theirs, when a write fails, closes the socket before anybody hears of it, and
 keeps to itself what would decrypt the rest: the answer of a worker that did not wait for the request's end (413, say)
-is lost. Here what had come is read as it is without TLS.
+is lost. Here what had come is read as it is without TLS. And what is written leaves in the same call, encrypted, as it
+does without: theirs waits for the loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from pathlib import Path
 from typing import Any, cast
 
 from app.http import tcp
@@ -27,19 +29,27 @@ class Truncated(ConnectionError):
 
 
 class TlsTransport(asyncio.Transport, asyncio.Protocol):
-    """Client-side TLS over one connection. `protocol` is told of it when the handshake is done, and all that comes at
-    once is one piece to it, as it would be without TLS.
+    """TLS over one connection that we have made. `protocol` is told of it when the handshake is done, and all that
+    comes at once is one piece to it, as it would be without TLS.
 
     `context` must not let the other side renegotiate (ssl.OP_NO_RENEGOTIATION): writing never waits for reading here.
     """
 
+    _peer = "the worker"
+
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, protocol: asyncio.Protocol, context: ssl.SSLContext, server_name: str
+        self,
+        loop: asyncio.AbstractEventLoop,
+        protocol: asyncio.Protocol,
+        context: ssl.SSLContext,
+        server_name: str | None,
     ) -> None:
+        """`server_name`: whose certificate it must be; None: we have the certificate."""
         super().__init__({"sslcontext": context})
-        self._protocol = protocol
+        self._loop, self._protocol = loop, protocol
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_name)
+        ours = server_name is None
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=ours, server_hostname=server_name)
         self._settled: asyncio.Future[None] = loop.create_future()
         """The handshake is done, or will not be."""
         self._told = False
@@ -119,14 +129,12 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
 
     def eof_received(self) -> None:
         if not self._ended and self._failure is None:
-            self._failure = Truncated("the worker closed the connection without the end of TLS")
+            self._failure = Truncated(f"{self._peer} closed the connection without the end of TLS")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closing = True
         if exc is not None and self._told and self._failure is None:
-            # Found out by writing, perhaps: the worker may have answered before it had read everything, and closed.
-            self._incoming.write(tcp.unread(self._socket))
-            self._deliver()
+            self._read_on()
         if self._failure is None:
             self._failure = exc
         if self._told:
@@ -134,6 +142,12 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
         elif self._failure is None:
             self._failure = Truncated("the connection was closed within the handshake of TLS")
         self._settle()
+
+    def _read_on(self) -> None:
+        """The connection broke. Found out by writing, perhaps: the worker may have answered before it had read
+        everything, and closed."""
+        self._incoming.write(tcp.unread(self._socket))
+        self._deliver()
 
     def pause_writing(self) -> None:
         self._protocol.pause_writing()
@@ -199,6 +213,78 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     def _settle(self) -> None:
         if not self._settled.done():
             self._settled.set_result(None)
+
+
+class AcceptedTls(TlsTransport):
+    """TLS over one connection that a client has made."""
+
+    _peer = "the client"
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        protocol: asyncio.Protocol,
+        context: ssl.SSLContext,
+        *,
+        limit: float,
+        connections: set[Any],
+    ) -> None:
+        """`limit`: seconds for the handshake; 0: none. `connections`: those that a server tells to `shutdown` when it
+        stops; this one is among them until `protocol` has it."""
+        super().__init__(loop, protocol, context, None)
+        self._limit, self._connections = limit, connections
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._limit:
+            self._timer = self._loop.call_later(self._limit, self.abort)
+        self._connections.add(self)
+        super().connection_made(transport)
+
+    def shutdown(self) -> None:
+        self.abort()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = cast(asyncio.Protocol, protocol)
+
+    def can_write_eof(self) -> bool:
+        return False  # what the other side still says would be refused from then on (RFC 5246 7.2.1)
+
+    def _read_on(self) -> None:
+        """Nobody is there who could be answered."""
+
+    def _fail(self, failure: Exception) -> None:
+        if not self._told and getattr(failure, "reason", "") == "HTTP_REQUEST":
+            self._send(_NO_TLS)
+        super()._fail(failure)
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._connections.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def server_context(certificates: Path, key: Path | None) -> ssl.SSLContext:
+    """For `AcceptedTls`. `certificates`: the server's and those that lead to its CA, in PEM; `key`: its private key;
+    None: it is in the same file. Raises OSError, of which ssl.SSLError is one: they are not such files, or do not fit
+    together. Raises ValueError: the key has a password."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(certificates, key, password=_no_password)
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    return context
+
+
+_NO_TLS = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\ncontent-length: 40\r\n\r\n"
+    b"this port speaks TLS: use an https URL.\n"
+)
+
+
+def _no_password() -> str:
+    """In place of OpenSSL's own question at the terminal."""
+    raise ValueError("the key has a password; write it to a file without one")
 
 
 def _nowhere(data: bytes) -> None:

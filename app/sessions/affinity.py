@@ -145,6 +145,11 @@ class Binding:
             self._affinity._closer.drop(entry)
 
     @property
+    def key(self) -> str:
+        """The session's, its hash."""
+        return self._key
+
+    @property
     def own(self) -> bool:
         """The claim is this turn's alone: it has made it, and no other turn here has joined."""
         return self.how == "created" and self._entry is not None and self._entry.active == 1

@@ -27,6 +27,7 @@ from app.sessions.tenants import (
     protocols_without_keys,
 )
 from app.turn.fields import FieldReader, Fields, TooLarge, with_model
+from app.turn.tracing import TRACEPARENT
 
 DRY_RUN = b"x-coatcheck-dry-run"
 """Asks where a turn would go, without sending it there."""
@@ -59,13 +60,15 @@ class Reading:
         body_limit: int = 64 * 1024 * 1024,
         judges_hints: bool = True,
         aliases: Mapping[str, str] | None = None,
+        traced: bool = False,
     ) -> None:
         """Left out: the default sources of ids, no API keys, no trusted proxies, no aliases of models.
 
         `worker_key` is sent to the workers in place of the client's key; empty: the client's is passed on.
         `rank_header`, in lower case, tells a worker the rank (the default is vLLM's); where a worker of the fleet
         `has_ranks` it is ours to say. `body_limit` in bytes. Without `judges_hints`
-        placement hints are for somebody behind this router."""
+        placement hints are for somebody behind this router. `traced`: whose work a request is, is said anew to its
+        worker."""
         self.identifier = identifier or Identifier()
         self.forwarding = forwarding or Forwarding()
         self.tenants = tenants if tenants is not None and len(tenants) else None
@@ -88,6 +91,8 @@ class Reading:
         if self.keeps_credentials:
             self.wanted |= {PROTOCOLS}
             kept_back |= CREDENTIALS | {PROTOCOLS}
+        if traced:
+            kept_back |= {TRACEPARENT}
         self.has_ranks = has_ranks
         if has_ranks:
             kept_back |= {rank_header}
@@ -136,6 +141,8 @@ class Request:
     """The rest of the body says nothing of routing and goes through as it comes."""
     once = False
     """It cannot be sent a second time."""
+    trace_line = b""
+    """Says to the worker for which attempt it works; empty: that is for the client to say."""
     _lines = b""
     _origin: Origin | None = None
     """Of the worker that it was sent to."""
@@ -278,6 +285,7 @@ class Request:
             worker.host_line,
             reading.key_line,
             self._lines,
+            self.trace_line,
             b"x-request-id: ",
             self.id,
         ]

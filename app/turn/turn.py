@@ -34,6 +34,7 @@ from app.turn.request import Reading, Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
 from app.turn.routing import Decision, Hint, Routing
 from app.turn.slots import Slots
+from app.turn.tracing import Tracing, TurnTrace
 
 log = logging.getLogger("coatcheck.turn")
 
@@ -67,6 +68,8 @@ class Shared(msgspec.Struct, frozen=True):
     """None: as many turns as come, anywhere."""
     bounds: Bounds = Bounds()
     """Of waiting for a slot."""
+    tracing: Tracing | None = None
+    """None: there are no spans."""
 
 
 class Turns:
@@ -132,6 +135,8 @@ class Turn:
     _outcome: TurnOutcome = "completed"
     _status = 0
     """What the worker answered; 0: nothing."""
+    _trace: TurnTrace | None = None
+    """None: nobody wants one."""
     _left_at = 0.0
     """When the client left that had its answer, of which only the worker's end had not come. 0: it did not."""
 
@@ -149,6 +154,8 @@ class Turn:
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
         self._driven: Driven | None = Driven(self._returned, self._failed)
+        if shared.tracing is not None:
+            self._trace = shared.tracing.begin(exchange)
 
     # -- the turn, top to bottom
 
@@ -158,6 +165,8 @@ class Turn:
             if self._request.dry_run:
                 await self._explain()
             else:
+                if self._trace is not None:
+                    self._trace.binds()
                 await self._route()
                 await self._try_until_answered()
         except TurnError as error:
@@ -242,6 +251,8 @@ class Turn:
             target = self._decision.target
             worker = target.worker
             self._attempt = attempt = Attempt(target, self._presence, metrics, self._loop, slot)
+            if self._trace is not None:
+                request.trace_line = b"%b: %b\r\n" % self._trace.attempts(target)
             try:
                 connection = None if fresh else worker.pool.take()
                 if connection is None:
@@ -253,11 +264,15 @@ class Turn:
                     raise attempt.upload_fault from error
                 failure = error
                 blame(worker.health, error)
+                if self._trace is not None:
+                    self._trace.failed(error)
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
             else:
                 self._status = status = connection.response.status
+                if self._trace is not None:
+                    self._trace.answered(status)
                 judge(worker.health, status)
                 if status == 404 and self._asks_on(lost | {worker.name}):
                     lost |= {worker.name}
@@ -315,6 +330,8 @@ class Turn:
     async def _break_off(self, answer: Answer, failure: AttemptFailed) -> None:
         """The worker's answer will not be completed."""
         self._presence.raise_if_gone()
+        if self._trace is not None:
+            self._trace.failed(failure)
         if self._binding is not None and self._binding.holds_end:
             await self._presence.in_any_case(self._binding.close())
         if self._left_at or answer.over:
@@ -362,6 +379,21 @@ class Turn:
         metrics.turn(self._request.fields.model, self._outcome)
         metrics.turn_seconds.observe(self._loop.time() - self._began)
         self._running.discard(self)
+        if self._trace is not None:
+            self._end(self._trace)
+
+    def _end(self, trace: TurnTrace) -> None:
+        request, decision, answer = self._request, self._decision, self._answer
+        trace.end(
+            self._outcome,
+            http__response__status_code=self._exchange.status or None,
+            coatcheck__request_id=request.id.decode("latin-1"),
+            coatcheck__session=None if self._binding is None else self._binding.key[:12],
+            coatcheck__worker=None if decision is None else decision.target.worker.name,
+            coatcheck__affinity=None if decision is None else decision.how,
+            coatcheck__first_byte_seconds=answer.ttft if answer is not None and answer.came else None,
+            gen_ai__request__model=request.fields.model or None,
+        )
 
     # -- steps of it
 
@@ -387,6 +419,8 @@ class Turn:
 
     def _go(self, decision: Decision) -> None:
         self._decision = decision
+        if self._trace is not None:
+            self._trace.goes(decision.how)
         metrics = self._shared.metrics
         metrics.affinity.cells[decision.how,] += 1
         if decision.overrides:

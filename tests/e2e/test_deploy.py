@@ -31,6 +31,7 @@ import pytest
 import yaml
 
 from app.config import SETTINGS
+from app.sources import read_settings
 from tests.e2e.conftest import new_session
 from tests.support.etcd import ETCD_BINARIES, ETCDCTL
 from tests.support.fronts import NGINX, nginx_text
@@ -52,7 +53,9 @@ from tests.support.wire import Answer, Cut, Wire, ask, turn
 
 REPO = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((REPO / "docker-compose.yml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+SERVICES: dict[str, dict[str, Any]] = {k: v for k, v in COMPOSE["services"].items() if "profiles" not in v}
+PROFILED: dict[str, dict[str, Any]] = {k: v for k, v in COMPOSE["services"].items() if "profiles" in v}
+"""Those that are started only when asked for; not run here."""
 DOCKERFILE = (REPO / "Dockerfile").read_text()
 NGINX_CONF = (REPO / "deploy" / "nginx.conf").read_text()
 pytestmark = pytest.mark.timeout(300)  # eight services start before the first test
@@ -427,7 +430,7 @@ async def _running(stack: Stack) -> int:
 
 
 def test_every_service_is_checked_restarted_and_waited_for() -> None:
-    for name, service in SERVICES.items():
+    for name, service in COMPOSE["services"].items():
         assert service["restart"] == "unless-stopped", name
         assert service["healthcheck"]["test"][0] == "CMD", name
         assert "environment" not in service, f"{name}: what is set there is easily a secret"
@@ -437,7 +440,39 @@ def test_every_service_is_checked_restarted_and_waited_for() -> None:
         assert set(SERVICES[name]["depends_on"]) == {*WORKERS, "etcd"}
     published = [port for service in SERVICES.values() for port in service.get("ports", ())]
     assert published == [f"127.0.0.1:{FRONT_PORT}:{FRONT_PORT}"]
-    assert {volume.split(":")[0] for volume in SERVICES["etcd"]["volumes"]} == set(COMPOSE["volumes"])
+    for name, service in PROFILED.items():
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
+        for other, terms in service.get("depends_on", {}).items():
+            assert terms == {"condition": "service_healthy"}
+            assert {*COMPOSE["services"][other].get("profiles", service["profiles"])} == {*service["profiles"]}
+    mounted = [volume for each in COMPOSE["services"].values() for volume in each.get("volumes", ())]
+    assert {volume.split(":")[0] for volume in mounted if not volume.startswith(".")} == set(COMPOSE["volumes"])
+    for volume in mounted:
+        assert not volume.startswith(".") or (REPO / volume.split(":")[0]).exists(), volume
+
+
+def test_prometheus_scrapes_every_replica_and_worker_and_grafana_asks_it() -> None:
+    folder = REPO / "deploy"
+    config = yaml.safe_load((folder / "prometheus" / "prometheus.yaml").read_text())
+    targets = {job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]}
+    assert targets["coatcheck"] == [f"{name}:{_flags(name)['port'][0]}" for name in REPLICAS]
+    assert targets["workers"] == [f"{name}:{_flags(name)['port'][0]}" for name in WORKERS]
+    assert all((folder / "prometheus" / file).exists() for file in config["rule_files"])
+    sources = yaml.safe_load((folder / "grafana" / "provisioning" / "datasources" / "prometheus.yaml").read_text())
+    assert [source["url"] for source in sources["datasources"]] == ["http://prometheus:9090"]
+    boards = yaml.safe_load((folder / "grafana" / "provisioning" / "dashboards" / "coatcheck.yaml").read_text())
+    (board,) = [volume for volume in PROFILED["grafana"]["volumes"] if volume.endswith(".json:ro")]
+    assert Path(board.split(":")[1]).parent == Path(boards["providers"][0]["options"]["path"])
+
+
+def test_the_router_before_vllm_takes_its_options() -> None:
+    service = PROFILED["router-vllm"]
+    flags: dict[str, Any] = _flags("router-vllm")
+    lists = {name for name in flags if SETTINGS[name].field.annotation == tuple[str, ...]}
+    settings = read_settings({k: v if k in lists else v[0] for k, v in flags.items()}).settings
+    assert settings.workers.worker == ("http://vllm:8000,name=vllm",)
+    assert settings.process.drain_delay + settings.process.drain_timeout < _seconds(service["stop_grace_period"])
+    assert "--port=8000" in PROFILED["vllm"]["command"]
 
 
 def test_replicas_differ_in_nothing_and_get_the_time_that_they_drain() -> None:
@@ -531,7 +566,7 @@ def test_nginx_takes_its_configuration(stack: Stack) -> None:
 def _flags(name: str) -> dict[str, list[str]]:
     """Option → values, of a service's command line."""
     found: dict[str, list[str]] = {}
-    for word in SERVICES[name]["command"][1:]:
+    for word in COMPOSE["services"][name]["command"][1:]:
         option, _, value = word.removeprefix("--").partition("=")
         found.setdefault(option.replace("-", "_"), []).append(value)
     return found

@@ -356,9 +356,13 @@ class Live:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, fault: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+        self._sockets.close()
+
+    def stop(self) -> None:
+        """Returns when it has stopped."""
         self._server.should_exit = True
         self._thread.join(LIMIT)
-        self._sockets.close()
         assert not self._thread.is_alive(), "the router does not stop"
 
     @contextlib.asynccontextmanager

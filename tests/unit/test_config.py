@@ -12,15 +12,20 @@ import pytest
 from pydantic import SecretStr
 
 from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings, mask, shown_value
-from app.sources import SettingsError, read_settings
+from app.sources import SettingsError, read_settings, service_links
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"
+ROUTER = FILES / "router.pem"
+"""A certificate and its key; `other.key` is another one's, and `locked.key` the same with a password."""
 
 # For every setting: what a user may write, and what is then used. None of them is the default.
 WRITTEN: dict[str, tuple[str, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("8123", 8123),
+    "uds": ("/run/coatcheck/http", "/run/coatcheck/http"),
+    "tls_cert": (str(ROUTER), ROUTER),
+    "tls_key": (str(ROUTER), ROUTER),
     "processes": ("3", 3),
     "claims": ("file:///srv/claims", "file:///srv/claims"),
     "worker": ("http://a:1 http://b:2,name=b", ("http://a:1", "http://b:2,name=b")),
@@ -65,6 +70,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "keepalive_timeout": ("5", 5),
     "drain_delay": ("1.5", 1.5),
     "drain_timeout": ("0", 0),
+    "otel_endpoint": ("http://collector:4318", "http://collector:4318"),
     "log_level": ("debug", "debug"),
     "session_from": ("x-chat-id/x-chat-parent body:user", ("x-chat-id/x-chat-parent", "body:user")),
     "rank_header": ("X-Rank", "X-Rank"),
@@ -87,7 +93,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "affinity": ("soft", "soft"),
 }
 # What must be given beside it.
-ALSO = {"affinity": {"overload": "16"}}
+ALSO = {"affinity": {"overload": "16"}, "tls_key": {"tls_cert": str(ROUTER)}}
 
 # A bad value for each setting that can have one, and a word of the remedy.
 BAD = [
@@ -185,6 +191,12 @@ BAD = [
     ("peer_listen", "unix:/run/peers", "unix socket"),
     ("peer_address", "10.0.0.1:http", "HOST:PORT"),
     ("peer_address", "unix:/run/peers", "HOST:PORT"),
+    ("otel_endpoint", "collector:4317", "write one like http://collector:4318"),
+    ("uds", "http.sock", "absolute"),
+    ("uds", "unix:/" + "x" * 107, "at most 107 bytes"),
+    ("tls_cert", "/no/such/file", "name a PEM file with certificates"),
+    ("tls_cert", __file__, "the file is not PEM"),
+    ("tls_key", "/no/such/file", "name a PEM file with the private key"),
     ("admin_listen", "8001", "HOST:PORT"),
     ("admin_listen", "localhost", "HOST:PORT"),
     ("admin_listen", "localhost:http", "HOST:PORT"),
@@ -353,6 +365,8 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
         ({"hints": "pass", "hint_conflict": "reject"}, ("hints", "hint_conflict")),
         ({"hints": "pass", "policy": "direct"}, ("hints", "policy")),
         ({"worker_ca": certifi.where(), "worker_tls_verify": False}, ("worker_ca", "worker_tls_verify")),
+        ({"tls_cert": str(ROUTER), "uds": "/run/http"}, ("tls_cert", "uds")),
+        ({"tls_key": str(ROUTER)}, ("tls_key",)),
     ],
 )
 def test_settings_that_do_not_fit_together_are_both_named(flags: dict[str, Any], names: tuple[str, ...]) -> None:
@@ -360,6 +374,21 @@ def test_settings_that_do_not_fit_together_are_both_named(flags: dict[str, Any],
     for name in names:
         written_as = "--no-worker-tls-verify" if flags[name] is False else f"{SETTINGS[name].flag} {flags[name]}"
         assert written_as in problem
+
+
+@pytest.mark.parametrize(
+    ("cert", "key", "said"),
+    [
+        (ROUTER, FILES / "other.key", "they do not fit together"),
+        (ROUTER, FILES / "locked.key", "the key has a password; write it to a file without one"),
+        (FILES / "other.key", FILES / "other.key", "there is no such pair"),
+        (Path(certifi.where()), ROUTER, "they do not fit together"),
+    ],
+)
+def test_a_certificate_and_a_key_that_are_no_pair_are_told_at_start(cert: Path, key: Path, said: str) -> None:
+    (problem,) = problems({"tls_cert": str(cert), "tls_key": str(key)})
+    assert f"--tls-cert {cert} with --tls-key {key}: " in problem
+    assert said in problem
 
 
 def test_a_relation_with_a_default_says_so() -> None:
@@ -393,6 +422,56 @@ def test_an_unknown_variable_is_refused_with_the_nearest_one(monkeypatch: pytest
     (problem,) = problems()
     assert "COATCHECK_WORKERS" in problem
     assert problem.endswith("did you mean COATCHECK_WORKER?")
+
+
+# What Kubernetes 1.33 sets in a pod beside the Services coatcheck and coatcheck-peers, the latter of IPv6.
+SERVICE_LINKS = {
+    "COATCHECK_SERVICE_HOST": "10.96.14.3",
+    "COATCHECK_SERVICE_PORT": "8000",
+    "COATCHECK_SERVICE_PORT_HTTP": "8000",
+    "COATCHECK_PORT": "tcp://10.96.14.3:8000",
+    "COATCHECK_PORT_8000_TCP": "tcp://10.96.14.3:8000",
+    "COATCHECK_PORT_8000_TCP_PROTO": "tcp",
+    "COATCHECK_PORT_8000_TCP_PORT": "8000",
+    "COATCHECK_PORT_8000_TCP_ADDR": "10.96.14.3",
+    "COATCHECK_PEERS_SERVICE_HOST": "fd00::7",
+    "COATCHECK_PEERS_SERVICE_PORT": "8001",
+    "COATCHECK_PEERS_PORT": "tcp://[fd00::7]:8001",
+    "COATCHECK_PEERS_PORT_8001_UDP_ADDR": "fd00::7",
+}
+
+
+def test_what_kubernetes_makes_of_services_is_no_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COATCHECK_SESSION_TTL", "900")
+    settings, origins = read_settings({}, written(tmp_path, "port = 8005"))
+    assert (settings.listen.port, settings.store.session_ttl) == (8005, 900)
+    assert origins["port"].kind == "file"
+    assert service_links() == sorted(SERVICE_LINKS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("COATCHECK_PORT", "tcp://0.0.0.0:8000"),  # where to listen, in somebody's own words
+        ("COATCHECK_PORT", "tcp://127.0.0.1:8000"),
+        ("COATCHECK_PORT", "http://10.0.0.1:8000"),
+        ("COATCHECK_PORT", "10.0.0.1:8000"),
+        ("COATCHECK_PORT", "80a"),
+        ("COATCHECK_SERVICE_HOST", "router.example"),
+        ("COATCHECK_SERVICE_PORT", "http"),
+        ("COATCHECK_PORT_8000_TCP_PROTO", "http"),
+        ("COATCHECK_PORT_8000", "tcp://10.0.0.1:8000"),
+        ("COATCHECK_SERVICE_HOSTS", "10.0.0.1"),
+    ],
+)
+def test_a_mistake_that_looks_like_a_services_variable_stays_one(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    (problem,) = problems()
+    assert name in problem
 
 
 @pytest.mark.parametrize(
@@ -432,7 +511,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_settings_survive_the_way_to_another_process_with_their_secrets() -> None:
-    apart = ("worker_tls_verify", "hints", *(f"{name}_file" for name in SECRETS))  # do not go with others
+    apart = ("worker_tls_verify", "hints", "uds", *(f"{name}_file" for name in SECRETS))  # do not go with others
     flags = {name: text for name, (text, _) in WRITTEN.items() if name not in apart}
     settings = read_settings(flags).settings
     assert Settings.load(settings.dump()) == settings

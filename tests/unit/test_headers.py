@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from app.http.headers import HOP_BY_HOP, Header, Origin, connection_named, header, response_headers, sort_request
+from app.http.headers import (
+    HOP_BY_HOP,
+    Forwarding,
+    Header,
+    Noted,
+    Origin,
+    connection_named,
+    header,
+    response_headers,
+    sort_request,
+)
 
 WANTED = frozenset({b"session-id", b"content-length"})
 
@@ -111,3 +121,25 @@ def test_refresh_without_an_address() -> None:
 def test_default_port_of_tls() -> None:
     assert Origin(b"https", b"w:443", b"").path_of(b"https://w/x") == b"/x"
     assert Origin(b"https", b"w:443", b"").path_of(b"//w/x") == b"/x"
+
+
+# -- what is told of who came by a unix socket
+
+_SAID: Noted = {b"host": [b"r"], b"x-forwarded-for": [b"192.0.2.9", b"10.0.0.1"], b"x-forwarded-proto": [b"https"]}
+
+
+@pytest.mark.parametrize("trusted", [(), ("10.0.0.0/8",)])
+def test_who_comes_by_a_unix_socket_speaks_for_nobody(trusted: tuple[str, ...]) -> None:
+    forwarding = Forwarding(trusted)
+    assert not forwarding.trusts(None)
+    assert forwarding.lines(b"", b"http", _SAID, False) == b"x-forwarded-proto: http\r\nx-forwarded-host: r\r\n"
+
+
+@pytest.mark.parametrize("trusted", [("unix",), ("*",), ("10.0.0.0/8", "unix")])
+def test_a_trusted_proxy_at_a_unix_socket_speaks_for_its_clients(trusted: tuple[str, ...]) -> None:
+    forwarding = Forwarding(trusted)
+    assert forwarding.trusts(None)
+    assert forwarding.trusts("192.0.2.1") is ("*" in trusted)
+    lines = forwarding.lines(b"", b"http", _SAID, True)
+    assert lines == b"x-forwarded-for: 192.0.2.9, 10.0.0.1\r\nx-forwarded-host: r\r\n"
+    assert forwarding.lines(b"", b"http", {}, True) == b"x-forwarded-proto: http\r\n"

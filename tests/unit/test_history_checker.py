@@ -280,6 +280,34 @@ def test_a_claim_that_was_destroyed_is_made_anew(kind: str) -> None:
     assert not story.check().violations
 
 
+@pytest.mark.parametrize(("orders", "legal"), [(2, True), (1, False)])
+def test_each_order_of_an_admin_ends_what_stands_when_it_comes(orders: int, legal: bool) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", lasts=0.3)
+    for number in range(orders):
+        story.fault("claim-ended", "s", 1.1 + 0.6 * number, 1.11 + 0.6 * number, replica="r0", outcome="pending")
+    story.turn(1.5, "created", "w1", replica="r1")
+    story.turn(1.9, "created", "w1", replica="r2")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "replica", "legal"),
+    [("closed", "r0", False), ("pending", "r0", True), ("", "r0", True), ("pending", "r1", False)],
+)
+def test_an_order_that_was_not_answered_is_done_when_the_turns_there_have_ended(
+    outcome: str, replica: str, legal: bool
+) -> None:
+    story = Story(ttl=60)
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", lasts=6)
+    story.fault("claim-ended", "s", 1.1, 1.2, replica=replica, outcome=outcome)
+    story.turn(6, "cached", "w0")
+    story.turn(7.1, "created", "w0", replica="r2")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
 def test_a_claim_that_was_replaced_is_followed_at_once_where_it_is_read() -> None:
     story = Story()
     story.turn(0, "created", "w0")

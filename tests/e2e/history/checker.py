@@ -13,7 +13,7 @@ it. It relied on the store as it was
   look together on one replica share one look, so a `stored` turn may count from the start of the first of an unbroken
   row of such looks there;
 - at its start less `Rules.news` when it was `cached` (or the client never saw the head): deletions take that long to
-  reach a replica. Where closes leave stamps (files) this holds only for claims that the nemesis took away by hand;
+  reach a replica. Where closes leave stamps (files) this holds only for claims that the nemesis took away itself;
 - at the start of a fault under which the replica may not hear of a close: the store's outage; the replica's own
   freezing; a frozen member of the store, but only for `Rules.silence` (a watch that is silent for longer has to be
   given up); a claim file that was replaced by hand, but only for `Rules.max_stale`;
@@ -36,8 +36,9 @@ Each is as short as the design promises and no shorter, so a replica that goes o
   worker it ran at, from its end to the end of the last turn beside it on that replica, held up as finals are;
 - *worker lost*: as often as there are sessions, from the kill (or from when it fell ill, see `ILL`) until every replica
   says that it is up again;
-- *by hand*: the nemesis removed or garbled the claim, or had an admin end the session. If it *replaced* the claim, the
-  register has the new value from then on;
+- *by hand*: the nemesis removed or garbled the claim, or had an admin end the session. Each order of an admin ends what
+  stands when it comes, once: by its answer, or, if that was `pending` or did not come, when the turns that run there
+  have ended, held up as finals are. If it *replaced* the claim, the register has the new value from then on;
 - *store wiped* (or restored from a copy): every claim, from then until every replica has had its say (`DOUBT`).
 
 Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
@@ -176,6 +177,10 @@ class Fault:
     """The member led the cluster."""
     worker: str = ""
     """Whom the claim names that was put in place of another."""
+    replica: str = ""
+    """To whom an admin gave the order to end the session. Each order is a fault."""
+    outcome: str = ""
+    """What the order was answered: closed, pending, gone or superseded; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,6 +581,8 @@ class _Session:
         if not rules.stamps:
             lo = min(lo, start - news)
         for fault in self.by_hand:
+            if fault.kind == "claim-ended":
+                continue  # through a replica, which tells of it as of every close
             late = rules.max_stale + 0.5 if fault.kind == "claim-replaced" else rules.news
             if fault.start <= start <= fault.end + late:
                 lo = min(lo, fault.start - EDGE)
@@ -659,14 +666,20 @@ class _Session:
             elif fault.kind == "claim-garbled":
                 found.append(_Release("claim garbled by hand", ANY, fault.start, self._ended_by(fault)))
             elif fault.kind == "claim-ended":
-                found.append(_Release("ended by an admin", ANY, fault.start, self._ended_by(fault)))
+                hi = fault.end
+                if fault.outcome in ("pending", ""):
+                    hi, _ = self._held_up(fault.replica, fault.start, self._ended_by(fault), "")
+                found.append(_Release("ended by an admin", ANY, fault.start, hi))
         found += self._expiries(found)
         return found
 
     def _ended_by(self, fault: Fault) -> float:
         """Until when an admin's word may take: turns that run end first."""
-        running = [self._ends[turn.id] for turn in self.turns if turn.start <= fault.end <= self._ends[turn.id]]
-        return max([fault.end, *running]) + GRACE + self.faults.rules.deadline
+        until = fault.end
+        for turn in self.turns:
+            if fault.replica in ("", turn.replica) and turn.start <= until:
+                until = max(until, self._ends[turn.id])  # each joins those that run there
+        return until + GRACE + self.faults.rules.deadline
 
     def _of_failed(self, turn: Sent) -> Iterator[_Release]:
         """Of a session's first turn that came to nothing."""

@@ -76,9 +76,9 @@ async def run(
         finally:
             load.end()
             await living
-        for fault in nemesis.faults:
+        for fault in list(nemesis.faults):
             if fault.kind == "claim-garbled" and fault.end == math.inf:
-                await deployment.end_session(fault.target, random.Random(seed))
+                await nemesis.end_session(fault.target, random.Random(seed))
         await load.close_all()
         leftovers = await deployment.leftovers()
         await deployment.collect()

@@ -94,6 +94,8 @@ class Known(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its turns there."""
     ended: bool = False
     """Its final turn was there, and its claim is still to be closed."""
+    ended_at: float = 0.0
+    """When it last ended there, in Unix seconds; 0: not lately."""
     how: str = ""
     """bind: created, stored, ...; close: closed, gone or superseded."""
 
@@ -214,6 +216,12 @@ class Peers:
                 if target is not None and target.worker.name not in ask.lost:
                     return self._found("bind", (answer, target))
         return None if best is None else self._found("where", best)
+
+    async def ended_at(self, key: str) -> float:
+        """When the session last ended at any of them, in Unix seconds; 0: nobody knows of an end."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", key), self._patience.where) if links else []
+        return max((known.ended_at for _, known in told), default=0.0)
 
     async def tell(
         self,

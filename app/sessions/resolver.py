@@ -111,12 +111,13 @@ class Resolver:
         refuse: bool,
         parent_slack: int,
         unsettled: Callable[[str, float], None],
+        overdue: Callable[[Entry], None],
     ) -> None:
         """`unsettled` is told of a session that is served without a claim although the store is up, and in how many
-        seconds that should be tried again."""
+        seconds that should be tried again; `overdue` of a turn that cannot renew its claim."""
         self._entries, self._claims, self._closer = entries, claims, closer
         self._fleet, self._names, self._peers, self._policy, self._metrics = fleet, names, peers, policy, metrics
-        self._refuse, self._parent_slack, self._unsettled = refuse, parent_slack, unsettled
+        self._refuse, self._parent_slack, self._unsettled, self._overdue = refuse, parent_slack, unsettled, overdue
         self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         """When sessions were moved lately, the longest unmoved first."""
 
@@ -261,9 +262,8 @@ class Resolver:
         return await self.move(claim.key, claim, lost, placement, known)
 
     async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
-        """Our claim was made, but so late (a quarter of the deadline) that another replica may have gone by hash
-        meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
-        if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
+        """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
+        if placement.kept or not self._claims.kept_waiting(until):
             return None
         target = self._by_hash(claim.key, placement)
         if self._meant(claim) is target:
@@ -279,8 +279,7 @@ class Resolver:
         self, claim: Claim, snapshot: Snapshot, known: Entry | None, until: float
     ) -> tuple[Claim, Snapshot]:
         """What stands a moment later, where a claim has been found that its maker may be about to take back."""
-        began = until - self._claims.deadline
-        if known is not None or claim.value.served or not self._claims.was_late(began):
+        if known is not None or claim.value.served or not self._claims.was_late(until):
             return claim, snapshot
         for pause in _MOMENTS:
             await asyncio.sleep(pause)
@@ -363,8 +362,10 @@ class Resolver:
     # -- no claim
 
     def _without_claim(self, known: Entry, placement: Placement) -> Entry | None:
-        """The session had a claim that does not stand any more: it has ended. While no watch stands, the store may as
-        well have lost its memory; then the session, old or new, is served where it was."""
+        """The session had a claim that does not stand any more: it has ended, or could not be renewed. While no watch
+        stands, the store may as well have lost its memory. Then the session, old or new, is served where it was."""
+        if not placement.candidates and self._entries.outlived(known):
+            return known
         if self._entries.watching or known.kept or known.closing or placement.candidates:
             if self._entries.find(known.key) is known:
                 self._entries.forget(known.key)
@@ -393,6 +394,7 @@ class Resolver:
                 known.alone.served_at = self._claims.wall()
                 return known, "degraded"
             self._metrics.unproven.inc()
+            self._overdue(known)
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
@@ -486,9 +488,7 @@ class Resolver:
         self._entries.install(entry)
 
     def _alone(self) -> Alone:
-        wall = self._claims.wall()
-        since = wall if self._entries.watching else max(self._claims.answered_at, self._entries.watched_until)
-        return Alone(since=since, served_at=wall)
+        return self._entries.alone(self._claims.answered_at)
 
     # -- placing
 

@@ -71,6 +71,13 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return run
 
 
+def stall(seconds: float) -> None:
+    """Keep a VirtualTimeLoop from running anything for so long, as work in a callback does."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.now += seconds
+
+
 async def settle() -> None:
     """Let everything run that can run now; no time passes in a VirtualTimeLoop."""
     for _ in range(30):

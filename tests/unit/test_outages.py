@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from app.sessions.endings import Ending, EndingFiles
 from app.sessions.resolver import ANYWHERE, Placement
 from backends.base import ClaimValue, OutcomeUnknown, Reset, StoreUnavailable
 from backends.memory import MemoryStore
-from tests.support.fakes import ScriptedStore, in_virtual_time, settle
+from tests.support.fakes import ScriptedStore, in_virtual_time, settle, stall
 from tests.support.replicas import KEY, TTL, WALL, Replica, first_of, key_of, memory, running, scripted
 
 DEADLINE = 2.0
@@ -197,6 +197,60 @@ async def test_a_slow_store_is_not_away() -> None:
         await asyncio.sleep(5)
         assert r.affinity.pending_closes == 0
         assert +Counter(r.metrics.closes.cells) == {("closed",): 1}
+
+
+@pytest.mark.parametrize(
+    ("stalls", "seconds", "takes"),
+    [
+        pytest.param([0.01], 0.6, 0.02, id="as the answer comes"),
+        pytest.param([0.01], 30.0, 0.02, id="for half a minute"),
+        pytest.param([0.1, 0.4, 0.8], 0.3, 0.3, id="again and again"),
+    ],
+)
+@in_virtual_time
+async def test_that_our_own_loop_is_late_is_not_the_stores_lateness(
+    stalls: list[float], seconds: float, takes: float
+) -> None:
+    store = scripted()
+    async with running(store, policy=first_of("a")) as r:
+        store.jitter = lambda: takes / 2
+        for at in stalls:
+            asyncio.get_running_loop().call_later(at, stall, seconds)
+        assert await r.visit(key_hashed_to(r, "b")) == ("a", "created")
+        assert (store.calls["create"], store.calls["close"], store.calls["check"]) == (1, 0, 0)
+        assert r.affinity.state is StoreState.UP
+
+
+@in_virtual_time
+async def test_checks_that_fail_while_our_own_loop_is_late_do_not_count() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.next_faults["create"] = deque([OutcomeUnknown("late")])
+        store.next_faults["check"] = deque([OutcomeUnknown("late")] * 3)
+        store.jitter = lambda: 0.03
+        for number in range(3):
+            asyncio.get_running_loop().call_later(0.05 + 1.05 * number, stall, 1.0)
+        assert (await r.visit())[1] == "created"
+        assert r.affinity.state is StoreState.UP
+
+
+@in_virtual_time
+async def test_a_store_that_hangs_is_away_however_late_our_own_loop_is() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.freeze()
+
+        async def busy() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                stall(0.3)
+
+        working = asyncio.ensure_future(busy())
+        began = now()
+        assert (await r.visit())[1] == "degraded"
+        assert now() - began <= 5 * DEADLINE
+        working.cancel()
+        store.thaw()
 
 
 # -- late writes

@@ -518,7 +518,6 @@ class Affinity:
                 await binding.bind(WHERE_KEPT if entry.kept else ANYWHERE)
             binding.release()
 
-
     async def _ended_elsewhere(self, entry: Entry, served_at: float) -> bool:
         """Another replica, which may have had the store, has ended the session after its last turn here."""
         ended_at = await self._peers.ended_at(entry.key)

@@ -16,9 +16,11 @@ from uvicorn.server import ServerState
 
 from app.fleet.naming import Naming
 from app.http.client import client_protocol
+from app.sessions.claims import StoreState
 from app.sessions.peers import Ask, Door, Known, Patience, Peer, Peers
 from backends.base import ClaimValue
 from backends.memory import MemoryStore
+from tests.support.fakes import ScriptedStore
 from tests.support.raw import until
 from tests.support.replicas import KEY, Replica
 from tests.support.wire import ask
@@ -240,3 +242,37 @@ async def test_a_peer_with_another_token_is_done_without(here: Replica, other: O
     assert await peers.find(WHERE) is None
     assert not other.desk.asked
     peers.close()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_what_another_replica_has_ended_is_not_claimed_again_after_an_outage(
+    here: Replica, other: Other, ended: bool
+) -> None:
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    one, two = Replica(inner, name="r1"), Replica(store, name="r2", peers=peers)
+    other.desk = one.affinity.desk  # type: ignore[assignment]
+    one.affinity.start()
+    two.affinity.start()
+    store.go_away()
+    assert (await two.visit())[1] == "degraded"  # nobody has told it of any peer
+    if ended:
+        turn = await one.turn(final=True)
+        turn.answered(200)
+        await turn.close()
+        turn.release()
+    peers.update([other.peer()])
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP and not alone(two))
+    claim = await inner.get(KEY)
+    assert (claim is None) is ended
+    for replica in (one, two):
+        await replica.affinity.aclose()
+    peers.close()
+    await inner.aclose()
+
+
+def alone(replica: Replica) -> bool:
+    entry = replica.affinity._entries.find(KEY)
+    return entry is not None and entry.claim is None

@@ -241,7 +241,7 @@ class ScriptedStore:
         if self._thawed is not None:
             delivery = asyncio.create_task(self._deliver(self._thawed, call))
             self._deliveries.add(delivery)
-            delivery.add_done_callback(self._deliveries.discard)
+            delivery.add_done_callback(self._delivered)
             await asyncio.wait({delivery}, timeout=self.deadline)
             if not delivery.done():
                 raise OutcomeUnknown("no answer")
@@ -266,6 +266,11 @@ class ScriptedStore:
             self.lost_replies[op] -= 1
             raise OutcomeUnknown("the reply was lost")
         return answer
+
+    def _delivered(self, delivery: asyncio.Task[Any]) -> None:
+        self._deliveries.discard(delivery)
+        if not delivery.cancelled():
+            delivery.exception()  # nobody waits any more to hear that a late one has failed
 
     @staticmethod
     async def _deliver(thawed: asyncio.Event, call: Callable[[], Awaitable[T]]) -> T:

@@ -8,8 +8,8 @@ the call's deadline nothing at all has been answered; then whatever waits goes o
 hangs costs its first turn one deadline and the next ones nothing; one that refuses costs a moment; and a call that was
 begun before the store came back cannot send it away again.
 
-**Our own lateness is not the store's.** While somebody waits for it, `Pulse` sees how long the event loop keeps everybody
-waiting, by how late its own timers run; that time does not count for any of this.
+**Our own lateness is not the store's.** While somebody waits for it, `Pulse` sees how long the event loop keeps
+everybody waiting, by how late its own timers run; that time does not count for any of this.
 
 **What was given up may still be done**, by a store that was only late. The nonces of our proposals that were given up
 are remembered, so that such a claim is known for what it is: nobody has been served by it (`Claims.gave_up`).

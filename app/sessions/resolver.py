@@ -262,7 +262,8 @@ class Resolver:
         return await self.move(claim.key, claim, lost, placement, known)
 
     async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
-        """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
+        """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it
+        yet: it gives way to what the hash says. None: it stays."""
         if placement.kept or not self._claims.kept_waiting(until):
             return None
         target = self._by_hash(claim.key, placement)

@@ -110,6 +110,10 @@ GRACE = 1.0
 """Seconds that a replica takes to do what an admin has told it."""
 DOUBT = 20.0
 """Seconds after an outage until late claims are told from true ones: 15, and then the session's next turn."""
+MEETING = 5.0
+"""Seconds after its start until a replica can ask the others, and is asked, if the store is well."""
+LEFT_OUT = 2.0
+"""Seconds after a replica was late until the others ask it again."""
 ILL = ("worker-killed", "worker-sick", "worker-hung")
 """Faults for which a worker's sessions may move, until every replica has found it well again."""
 RETRYABLE = (408, 409, 425, 429)
@@ -371,7 +375,7 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
             for outage in session.faults.outages(replica)
             if outage.begin <= record.start and outage.end + DOUBT + RECOVERY >= last.start
         ]
-        if residue := _residue(session, releases, turn, record, places, known) if touched else "":
+        if residue := _residue(session, releases, turn, record, places, known, ended, touched) if touched else "":
             verdict.moves[residue] += 1
             continue
         text = f"{turn.id} is {turn.affinity} at {record.worker}; {last.id} was at {last_record.worker}, which was well"
@@ -385,12 +389,17 @@ def _residue(
     came: Served,
     places: dict[str, tuple[Sent, Served]],
     known: bool,
+    closed: float,
+    outages: Sequence[_Outage],
 ) -> str:
     """What of a move around an outage cannot be helped; empty: it can. `places`: each replica's last turn since the
-    session's last close began; `known`: the turn's own replica has had one since that close had surely ended."""
+    session's last close began; `known`: the turn's own replica has had one since that close had surely ended, which was
+    at `closed`; `outages`: those that the session has had."""
     faults = session.faults
     if not known or faults.overlap("replica-killed", turn.replica, places[turn.replica][0].start, came.start):
-        return f"not known there: {turn.affinity}"
+        began = min(outage.begin for outage in outages)
+        asked = turn.affinity == "degraded" and session.peers_that_knew(turn, came, places, closed, began)
+        return f"not known there, {'though a peer knew' if asked else 'nor at a peer'}: {turn.affinity}"
     for _, there in places.values():
         if there.worker == came.worker:
             return "both served"
@@ -793,6 +802,27 @@ class _Session:
         """Until when a turn that was sent before then has surely kept the claim."""
         pairs = [(turn, record) for turn in self.turns for record in self.records[turn.id] if turn.start < moment]
         return max((held[1] for pair in pairs if (held := self._surely_held(*pair)) is not None), default=math.inf)
+
+    def peers_that_knew(
+        self, turn: Sent, came: Served, places: dict[str, tuple[Sent, Served]], closed: float, outage: float
+    ) -> list[str]:
+        """Replicas that had served the session, since its last close was over at `closed`, before the turn came to its
+        own, and could be asked by it: both have found each other before the outage began."""
+        faults = self.faults
+        alone = faults.overlap("replica-killed", turn.replica, outage - MEETING, came.start)
+        if alone or faults.replica_disturbed(turn.replica, turn.start - LEFT_OUT, came.start):
+            return []
+        if faults.overlap("machine-slow", None, turn.start - LEFT_OUT, came.start):
+            return []
+        return [
+            replica
+            for replica, (there, _) in places.items()
+            if replica != turn.replica
+            and there.start >= closed
+            and self._ends[there.id] < turn.start
+            and not faults.overlap("replica-killed", replica, min(outage, there.start) - MEETING, came.start)
+            and not faults.overlap("replica-frozen", replica, turn.start - LEFT_OUT, came.start)
+        ]
 
     def idle(self, turn: Sent) -> bool:
         """Whether no turn was served in the TTL before."""

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import resource
 import subprocess
 import time

@@ -520,8 +520,8 @@ class Affinity:
 
     async def _ended_elsewhere(self, entry: Entry, served_at: float) -> bool:
         """Another replica, which may have had the store, has ended the session after its last turn here."""
-        ended_at = await self._peers.ended_at(entry.key)
-        return ended_at > served_at and not entry.active and self._entries.find(entry.key) is entry
+        ended_at = await self._peers.ended_at(entry.key) or float("-inf")
+        return ended_at >= served_at and not entry.active and self._entries.find(entry.key) is entry
 
 
 def ends(status: int) -> bool:

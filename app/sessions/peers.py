@@ -217,6 +217,13 @@ class Peers:
                     return self._found("bind", (answer, target))
         return None if best is None else self._found("where", best)
 
+    async def serving(self, key: str) -> tuple[Target | None, bool]:
+        """Where one of them serves the session without a claim, if any does; and whether all there are have said."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", key), self._patience.where) if links else []
+        known = [(each, there) for _, each in told if each.value is None and (there := self._meant(each)) is not None]
+        return max(known, key=_trust)[1] if known else None, 0 < len(told) == len(self._links)
+
     async def ended_at(self, key: str) -> float:
         """When the session last ended at any of them, in Unix seconds; 0: nobody knows of an end."""
         links = self._usable()

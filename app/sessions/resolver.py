@@ -162,6 +162,8 @@ class Resolver:
                 )
             if not outcome.created:
                 claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
+                if known is None and self._claims.gave_up(claim):
+                    known = await self._served_elsewhere(key)
                 return await self._adopt(claim, "stored", placement, snapshot, known, until)
             entry = await self._kept_waiting(outcome.claim, placement, until) if known is None else None
             if entry is None:
@@ -263,10 +265,15 @@ class Resolver:
 
     async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
         """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it
-        yet: it gives way to what the hash says. None: it stays."""
+        yet: it gives way to where one of them says that it serves the session, or, if they cannot all be asked, to what
+        the hash says. None: it stays."""
         if placement.kept or not self._claims.kept_waiting(until):
             return None
-        target = self._by_hash(claim.key, placement)
+        target, sure = await self._peers.serving(claim.key)
+        if target is None:
+            if sure:
+                return None
+            target = self._by_hash(claim.key, placement)
         if self._meant(claim) is target:
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
@@ -294,6 +301,15 @@ class Resolver:
             if claim.value.served:
                 break
         return claim, snapshot
+
+    async def _served_elsewhere(self, key: str) -> Entry | None:
+        """Where another replica serves the session without a claim, while one stands that we had given up."""
+        target, _ = await self._peers.serving(key)
+        if target is None:
+            return None
+        entry = Entry(key, target)
+        entry.alone = self._alone()
+        return entry
 
     def _gives_way(self, claim: Claim, known: Entry) -> str:
         """Why a claim that contradicts where the session was served here gives way (of WAYS_GIVEN); empty: it does
@@ -409,10 +425,12 @@ class Resolver:
         if not self._peers or (known is not None and not self._peers.any_up):
             return None
         at = placement.candidates
-        if not at and known is not None and known.alone is not None and known.target.worker.known:
-            at = (known.target,)  # what was served is the truth
-        elif not at and placement.slot is not None:
-            at = (placement.slot,)
+        if not at and known is not None and known.target.worker.known:
+            at = (known.target,)  # what was served is the truth, also where its claim has expired meanwhile
+        elif not at and placement.parent is None:
+            # Should the answer come too late, the claim that the peer has made is where we have gone without it.
+            with contextlib.suppress(TurnError):
+                at = (self._guess(key, placement, lost),)
         elif not at and placement.among is not None:
             at = tuple(self._candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(

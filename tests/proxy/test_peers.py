@@ -15,6 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from app.fleet.naming import Naming
+from app.fleet.policies import rendezvous
 from app.http.client import client_protocol
 from app.sessions.claims import StoreState
 from app.sessions.peers import Ask, Door, Known, Patience, Peer, Peers
@@ -22,7 +23,7 @@ from backends.base import ClaimValue
 from backends.memory import MemoryStore
 from tests.support.fakes import ScriptedStore
 from tests.support.raw import until
-from tests.support.replicas import KEY, Replica
+from tests.support.replicas import KEY, Replica, first_of, key_of
 from tests.support.wire import ask
 
 
@@ -34,6 +35,7 @@ class Desk:
         self.known: Known | None = Known()
         self.bound: Known | None = None
         self.asked: list[tuple[str, str]] = []
+        self.bound_for: list[Ask] = []
         self.go = asyncio.Event()
         self.go.set()
 
@@ -52,6 +54,7 @@ class Desk:
 
     async def bind(self, ask: Ask) -> Known | None:
         self.asked.append(("bind", ask.key))
+        self.bound_for.append(ask)
         await self.go.wait()
         return self.bound
 
@@ -276,3 +279,62 @@ async def test_what_another_replica_has_ended_is_not_claimed_again_after_an_outa
 def alone(replica: Replica) -> bool:
     entry = replica.affinity._entries.find(KEY)
     return entry is not None and entry.claim is None
+
+
+async def test_a_peer_is_asked_to_claim_a_session_where_it_would_be_without_an_answer(
+    here: Replica, other: Other
+) -> None:
+    """Its answer may come too late, and its claim stand."""
+    store = ScriptedStore(MemoryStore())
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=Patience(where=5.0, store=0.05))
+    two = Replica(store, name="r2", peers=peers)
+    peers.update([other.peer()])
+    other.desk.go.clear()
+    store.go_away()
+    assert (await two.visit())[1] == "degraded"
+    guess = two.affinity._resolver.guess(KEY)
+    assert [spot.worker for ask in other.desk.bound_for for spot in ask.at] == [guess.worker.name]
+    other.desk.go.set()
+    store.return_()
+    await two.affinity.aclose()
+    peers.close()
+
+
+async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_session(
+    here: Replica, other: Other
+) -> None:
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    two = Replica(store, name="r2", peers=peers, policy=first_of("a"))
+    peers.update([other.peer()])
+    other.desk.known = Known(spot(here, "b"))
+    store.before["create"] = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    proposal = next(iter(two.affinity._claims._given_up))
+    del store.before["create"]
+    await inner.create_or_get(KEY, ClaimValue(worker="a", nonce=proposal), 60.0)  # done late
+    assert (await two.visit())[0] == "b"
+    claim = await inner.get(KEY)
+    assert claim is not None
+    assert (claim.value.worker, claim.value.served) == ("b", True)
+    await two.affinity.aclose()
+    peers.close()
+    await inner.aclose()
+
+
+@pytest.mark.parametrize(("serves", "worker"), [("", "a"), ("b", "b")])
+async def test_a_claim_that_was_made_late_stays_unless_a_peer_serves_the_session_elsewhere(
+    here: Replica, other: Other, peers: Peers, serves: str, worker: str
+) -> None:
+    key = next(key for key in map(key_of, range(100)) if rendezvous(key, here.fleet.candidates()).worker.name == "c")
+    inner = MemoryStore()
+    two = Replica(inner, name="r2", peers=peers, policy=first_of("a"))
+    two.affinity._claims.kept_waiting = lambda until: True  # type: ignore[method-assign]
+    if serves:
+        other.desk.known = Known(spot(here, serves))
+    assert await two.visit(key) == (worker, "created")
+    assert other.desk.asked == [("where", key)]
+    await two.affinity.aclose()
+    await inner.aclose()

@@ -594,6 +594,14 @@ def test_a_first_turn_that_fails_releases(affinity: str, status: int, legal: boo
     assert story.broken_rules() == ([] if legal else ["split session"])
 
 
+@pytest.mark.parametrize(("target", "legal"), [("", True), ("r0", True), ("r1", False)])
+def test_a_client_that_has_waited_too_long_is_excused_by_a_slow_machine_alone(target: str, legal: bool) -> None:
+    story = Story()
+    story.fault("machine-slow", target, 10, 12)
+    story.unserved(1, "timeout", lasts=30)
+    assert story.broken_rules() == ([] if legal else ["lost turn"])
+
+
 @pytest.mark.parametrize(("sick", "legal"), [("w0", True), ("w1", False)])
 def test_a_sick_worker_excuses_its_errors(sick: str, legal: bool) -> None:
     story = Story()

@@ -920,8 +920,9 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
 
 def check_turns(session: _Session, verdict: Verdict) -> None:
     """Every turn gets one complete answer, of the worker that the answer names, which has run it once. Excused: those
-    on a replica that was killed meanwhile; 502, a broken stream or a cut one when their worker was; and what a sick
-    worker has answered, after which a turn may have run at one other."""
+    on a replica that was killed meanwhile; 502, a broken stream or a cut one when their worker was; what a sick worker
+    has answered, after which a turn may have run at one other; and what takes longer than a client waits, on a machine
+    that was slow."""
     faults = session.faults
     for turn in session.turns:
         records = session.records[turn.id]
@@ -947,6 +948,11 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
                 turn.outcome in ("cut", "broken") or (turn.outcome == "error" and turn.status == 502)
             ):
                 excuse = "worker killed"
+            elif turn.outcome == "timeout" and (
+                faults.overlap("machine-slow", turn.replica, turn.start, turn.end)
+                or faults.overlap("machine-slow", "", turn.start, turn.end)
+            ):
+                excuse = "machine slow"
             elif turn.status == 502 and any(
                 faults.overlap("worker-hung", worker, turn.start, turn.end) for worker in workers
             ):

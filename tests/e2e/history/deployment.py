@@ -19,7 +19,7 @@ import msgspec
 from app.sessions.identity import KeyHasher
 from tests.e2e.history.checker import Rules, Served, Violation
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster
-from tests.support.processes import START_LIMIT, Process, Processes, metrics, total, wait_until
+from tests.support.processes import Process, Processes, metrics, total, wait_until
 from tests.support.tcp import TcpProxy
 from tests.support.wire import Cut, ask
 
@@ -39,7 +39,9 @@ COUNTERS = (
 MORE_DESCRIPTORS = 24
 """That a replica may have after a run beyond what it had when it was ready: keep-alive connections to three workers and
 to the store's members, and descriptors of calls that are under way."""
-QUIET_LIMIT = 10.0
+REVIVE_LIMIT = 240.0
+"""Seconds until a killed process serves again; it may be started while the store is away and the machine is busy."""
+QUIET_LIMIT = 30.0
 """Seconds within which everything has to come to rest after the last turn."""
 
 
@@ -124,16 +126,28 @@ class Deployment:
         if self._mount is not None:
             self._mount.communicate()
 
+    async def ready(self) -> None:
+        """Returns when every replica works with the store: what comes before is no fault of the nemesis."""
+
+        async def well() -> bool:
+            samples = [await metrics(replica) for replica in self.replicas]
+            return all(
+                total(each, "coatcheck_store_up") == total(each, "coatcheck_store_watching") == 1 for each in samples
+            )
+
+        await wait_until(well, REVIVE_LIMIT)
+
     async def revive(self, node: Node) -> None:
         """Start a killed node again; returns when it serves."""
         node.process = self._processes.start(node.name, *node.arguments)
         path = "/ready" if node in self.replicas else "/health"
-        give_up_at = time.monotonic() + START_LIMIT
-        while time.monotonic() < give_up_at:
+        give_up_at = time.monotonic() + REVIVE_LIMIT
+        while True:
             with contextlib.suppress(OSError, Cut, TimeoutError):
                 if (await ask(node.url, target=path)).status == 200:
                     break
             assert node.process.alive, node.process.output()
+            assert time.monotonic() < give_up_at, f"{node.name} does not come up again:\n{node.process.output()}"
             await asyncio.sleep(0.03)
         if node in self.replicas:
             node.descriptors = _descriptors(node)

@@ -495,7 +495,7 @@ async def test_a_session_that_is_used_in_an_outage_outlives_its_claim(watch: str
         if watch == "silent":
             cut_off(store)
         else:
-            store.go_away()
+            store.broken["all"] = StoreUnavailable
         for _ in range(10):
             await asyncio.sleep(3)
             assert (await r1.visit(used))[0] == "a"

@@ -529,6 +529,21 @@ def test_a_close_lay_between(final: bool, kind: str, legal: bool) -> None:
     assert story.broken_rules() == ([] if legal else ["moved without cause"])
 
 
+@pytest.mark.parametrize(("asleep", "legal"), [("", False), ("r0", True), ("r1", True)])
+def test_what_a_peer_knows_is_asked_of_it(asleep: str, legal: bool) -> None:
+    """But for a few, whose answers may have been late."""
+    story = Story("etcd", ttl=60)
+    story.fault("quorum-lost", "", 20, 30)
+    if asleep:
+        story.fault("replica-frozen", asleep, 23, 24)
+    for number in range(4):
+        story.turn(10, "created", "w0", session=f"s{number}")
+        story.turn(25, "degraded", "w1", session=f"s{number}", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["peers not asked"])
+    assert not check(History(rules=story.history.rules, sent=story.history.sent[:6], served=story.history.served[:6],
+                             faults=story.history.faults)).violations  # fmt: skip
+
+
 @pytest.mark.parametrize(("ttl", "legal"), [(1.5, True), (60.0, False)])
 def test_an_expiry_lay_between(ttl: float, legal: bool) -> None:
     story = outage(ttl=ttl)

@@ -62,7 +62,9 @@ Being slow (`worker-frozen`) is no cause, nor is an outage. What else is allowed
 the router admit, and only for a session that an outage has touched (of a replica that served it):
 
 - *not known there*: the replica had not served the session since its last close, or had been killed since: it could
-  know of the place from the store alone. It goes where a hash says, or by what the store has done late;
+  know of the place from the store and its peers alone. It goes by what the store has done late, or, if no peer that
+  could be asked had served it either, where a hash says. (A peer has 100 ms to answer, which nobody can see from here:
+  up to `LATE_PEERS` in a run may have been late);
 - *both served*: another replica's last turn of the session was at that worker, which it could not tell: one of the two
   places has to give way. (If its worker falls ill thereafter, the session goes on from there to a third.) The turn
   before must lie in the outage or within `DOUBT` after it: from then on all agree;
@@ -112,6 +114,9 @@ DOUBT = 20.0
 """Seconds after an outage until late claims are told from true ones: 15, and then the session's next turn."""
 MEETING = 5.0
 """Seconds after its start until a replica can ask the others, and is asked, if the store is well."""
+THOUGH_KNOWN = "not known there, though a peer knew"
+LATE_PEERS = 3
+"""So many answers of peers may have been late in a run, on a machine that was not seen to be slow."""
 LEFT_OUT = 2.0
 """Seconds after a replica was late until the others ask it again."""
 ILL = ("worker-killed", "worker-sick", "worker-hung")
@@ -275,6 +280,8 @@ def check(history: History) -> Verdict:
             check_moves(session, verdict)
         check_idle(session, verdict)
         check_finals(session, verdict)
+    if (unasked := verdict.moves[THOUGH_KNOWN]) > LATE_PEERS:
+        _violate(verdict, "peers not asked", "", 0.0, f"{unasked} sessions were placed by hash where a peer knew them")
     verdict.violations.sort(key=lambda violation: violation.at)
     return verdict
 
@@ -398,8 +405,9 @@ def _residue(
     faults = session.faults
     if not known or faults.overlap("replica-killed", turn.replica, places[turn.replica][0].start, came.start):
         began = min(outage.begin for outage in outages)
-        asked = turn.affinity == "degraded" and session.peers_that_knew(turn, came, places, closed, began)
-        return f"not known there, {'though a peer knew' if asked else 'nor at a peer'}: {turn.affinity}"
+        if turn.affinity == "degraded" and session.peers_that_knew(turn, came, places, closed, began):
+            return THOUGH_KNOWN
+        return f"not known there, nor at a peer: {turn.affinity}"
     for _, there in places.values():
         if there.worker == came.worker:
             return "both served"

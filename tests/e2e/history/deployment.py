@@ -158,6 +158,8 @@ class Deployment:
         for replica in self.replicas:
             with contextlib.suppress(OSError, Cut, TimeoutError):
                 said = await ask(replica.url, target="/admin/workers")
+                if said.status != 200:  # its port is somebody else's until it is started again
+                    continue
                 found += [
                     f"{replica.name}: {each}"
                     for each in said.json["workers"]

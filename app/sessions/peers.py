@@ -224,6 +224,12 @@ class Peers:
         known = [(each, there) for _, each in told if each.value is None and (there := self._meant(each)) is not None]
         return max(known, key=_trust)[1] if known else None, 0 < len(told) == len(self._links)
 
+    async def served_by(self, claim: Claim) -> bool:
+        """Whether one of them serves the session by this claim, and has the store's word for it."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", claim.key), self._patience.where) if links else []
+        return any(known.proven and known.revision == claim.revision for _, known in told)
+
     async def ended_at(self, key: str) -> float:
         """When the session last ended at any of them, in Unix seconds; 0: nobody knows of an end."""
         links = self._usable()

@@ -252,7 +252,7 @@ class Resolver:
                     return replaced, "created"
                 claim, snapshot = replaced
                 target = self._meant(claim)
-            elif why or self._is_doubted(claim, known):
+            elif why or (self._is_doubted(claim, known) and not await self._peers.served_by(claim)):
                 return known, "degraded"
         name = claim.value.worker
         if target is not None:

@@ -338,3 +338,26 @@ async def test_a_claim_that_was_made_late_stays_unless_a_peer_serves_the_session
     assert other.desk.asked == [("where", key)]
     await two.affinity.aclose()
     await inner.aclose()
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_claim_that_a_peer_serves_by_is_not_doubted(
+    here: Replica, other: Other, peers: Peers, served: bool
+) -> None:
+    """Else the two would serve the session at two workers for as long as the doubt lasts."""
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    two = Replica(store, name="r2", peers=peers)
+    guess = two.affinity._resolver.guess(KEY).worker.name
+    elsewhere = "a" if guess != "a" else "b"
+    store.go_away()
+    assert await two.visit() == (guess, "degraded")
+    value = ClaimValue(worker=elsewhere, created_at=int(two.affinity._claims.wall()))
+    claim = (await inner.create_or_get(KEY, value, 60.0)).claim
+    if served:
+        other.desk.known = Known(spot(here, elsewhere), claim.value, claim.revision, True)
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP)
+    assert await two.visit() in ([(elsewhere, "stored"), (elsewhere, "cached")] if served else [(guess, "degraded")])
+    await two.affinity.aclose()
+    await inner.aclose()

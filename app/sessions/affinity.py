@@ -291,6 +291,7 @@ class Affinity:
             refuse=refuse_on_outage,
             parent_slack=parent_slack,
             unsettled=self._claim_later,
+            overdue=self._renewer.overdue,
         )
         self.desk = Desk(entries, claims, closer, names, bind=self._bind_for_peer, moved=self._resolver.told_of_move)
         """Answers the other replicas."""
@@ -409,19 +410,15 @@ class Affinity:
         if entry is not None and entry.active and not entry.unreadable:
             entry.closing = True
             return "pending"
+        claim: Claim | None = None
         try:
             # What stands is closed, not what was known: the caller means the session, and has seen nothing of ours.
             claim = await self._standing(key)
             outcome = "gone" if claim is None else (await self._claims.close(claim)).value
         except StoreError:
-            current = self._entries.find(key)
-            if current is None:
-                self._closer.end(key)
-            elif not current.active:
-                self._closer.begin(current)
-            else:
-                current.closing = True
+            self._end_at_last(key, claim)
             return "pending"
+        self._closer.has_ended(key, self._claims.wall())
         if claim is not None:
             self._metrics.closes.inc(outcome)
             if not self._claims.shows_closes(key):
@@ -430,6 +427,19 @@ class Affinity:
         if current is not None and (current.unreadable or not current.active):
             self._entries.forget(key)
         return outcome
+
+    def _end_at_last(self, key: str, claim: Claim | None) -> None:
+        """What `end` was ordered to do, and the store has not answered; `claim`: what stood."""
+        current = self._entries.find(key)
+        if current is not None and current.active and not current.unreadable:
+            current.closing = True
+            return
+        self._entries.forget(key)
+        if claim is None:
+            known = None if current is None else current.claim
+            self._closer.end_whatever(key, "" if known is None else known.value.nonce)
+        else:
+            self._closer.end(key, claim)
 
     def knows(self, key: str) -> bool:
         """Whether this replica remembers a claim of it, proven or not."""
@@ -481,7 +491,7 @@ class Affinity:
         """Claim what was placed without the store, at the worker where it is, and renew what it could not be asked."""
         await self._claim_again()
         if self.state is StoreState.UP:
-            await self._renewer.catch_up()
+            await at_once(self._claim_at_last, await self._renewer.catch_up())
 
     async def _claim_again(self) -> None:
         """Those first that have turns running."""
@@ -505,10 +515,18 @@ class Affinity:
                 # finds what has taken its place.
                 self._entries.forget(key)
                 return
+            if alone is not None and self._peers and await self._ended_elsewhere(entry, alone.served_at):
+                self._entries.forget(key)
+                return
             binding = self.session(key, final=False)
             with contextlib.suppress(TurnError):
                 await binding.bind(WHERE_KEPT if entry.kept else ANYWHERE)
             binding.release()
+
+    async def _ended_elsewhere(self, entry: Entry, served_at: float) -> bool:
+        """Another replica, which may have had the store, has ended the session after its last turn here."""
+        ended_at = await self._peers.ended_at(entry.key) or float("-inf")
+        return ended_at >= served_at and not entry.active and self._entries.find(entry.key) is entry
 
 
 def ends(status: int) -> bool:

@@ -8,6 +8,9 @@ the call's deadline nothing at all has been answered; then whatever waits goes o
 hangs costs its first turn one deadline and the next ones nothing; one that refuses costs a moment; and a call that was
 begun before the store came back cannot send it away again.
 
+**Our own lateness is not the store's.** While somebody waits for it, `Pulse` sees how long the event loop keeps
+everybody waiting, by how late its own timers run; that time does not count for any of this.
+
 **What was given up may still be done**, by a store that was only late. The nonces of our proposals that were given up
 are remembered, so that such a claim is known for what it is: nobody has been served by it (`Claims.gave_up`).
 """
@@ -48,6 +51,10 @@ _TRIES = 4
 _MOMENT = 2.0
 """Seconds in which other replicas find the store back, when they look."""
 _RENEWALS = 3
+_BEAT = 0.05
+"""Seconds between two looks at how late our own event loop is. A lateness that is shorter may be missed."""
+_PUNCTUAL = 0.002
+"""Seconds by which timers and clocks may differ."""
 _REMEMBERED = 10_000
 """Proposals that were given up, and keys that could not be read."""
 
@@ -83,6 +90,56 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class Pulse:
+    """A clock that stands still while our own event loop is late. It knows only of lateness within its `with`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting = 0
+        self._due = float("inf")
+        """When the next beat is to run; inf: none is set."""
+        self._missed = 0.0
+
+    def time(self) -> float:
+        now = self._clock()
+        return now - self._missed - max(0.0, now - self._due)
+
+    def missed(self) -> float:
+        """Seconds in all."""
+        return self._clock() - self.time()
+
+    def __enter__(self) -> None:
+        self._waiting += 1
+        if self._due == float("inf"):
+            self._set()
+
+    def __exit__(self, *_: object) -> None:
+        self._waiting -= 1
+
+    def _set(self) -> None:
+        self._due = self._clock() + _BEAT
+        asyncio.get_running_loop().call_later(_BEAT, self._beat)
+
+    def _beat(self) -> None:
+        self._missed += max(0.0, self._clock() - self._due)
+        self._due = float("inf")
+        if self._waiting:
+            self._set()
+
+
+class _Call:
+    """One that somebody waits for."""
+
+    __slots__ = ("alarm", "began", "limit")
+
+    alarm: asyncio.TimerHandle
+
+    def __init__(self, limit: asyncio.Timeout, began: float) -> None:
+        self.limit = limit
+        self.began = began
+        """By the pulse."""
+
+
 class Claims:
     """The store's calls: measured, tried again while that helps, and what they tell of the store (`state`).
 
@@ -111,6 +168,7 @@ class Claims:
         self.ttl, self._kept_ttl, self.deadline = ttl, kept_ttl, deadline
         self.clock, self.wall = clock, wall
         self._patience = deadline / 4
+        self._pulse = Pulse(clock)
         self.state = StoreState.UP
         self._up = asyncio.Event()
         """Set exactly while the state is UP."""
@@ -130,8 +188,8 @@ class Claims:
     # -- calls that a turn waits for
 
     def patience(self) -> float:
-        """Until when the calls of one turn, beginning now, may be tried again, by `clock`."""
-        return self.clock() + self.deadline
+        """Until when the calls of one turn, beginning now, may be tried again, by the pulse."""
+        return self._pulse.time() + self.deadline
 
     async def get(self, key: str, until: float | None = None) -> Claim | None:
         return await self._hurried("get", lambda: self._store.get(key), until)
@@ -179,11 +237,15 @@ class Claims:
         """The store may be away; the next moments tell."""
         return self._examination is not None and not self._examination.done()
 
-    def was_late(self, since: float) -> bool:
-        """The store was late or away a moment ago, to who has waited since `since`: what it says now may be what others
+    def kept_waiting(self, until: float) -> bool:
+        """The store has had the calls of one turn, of this `patience`, wait so long that another replica may have given
+        it up."""
+        return self._pulse.time() > until - self.deadline + self._patience
+
+    def was_late(self, until: float) -> bool:
+        """The store was late or away a moment ago, to a turn of this `patience`: what it says now may be what others
         have given up and are about to take back."""
-        now = self.clock()
-        return now - since > self._patience or now - self._back_at < _MOMENT
+        return self.kept_waiting(until) or self.clock() - self._back_at < _MOMENT
 
     async def read(self, key: str) -> Claim | None:
         return await self._patient("get", lambda: self._store.get(key))
@@ -234,12 +296,14 @@ class Claims:
         began = self.clock()
         try:
             async with asyncio.timeout(None) as limit:
-                alarm = asyncio.get_running_loop().call_later(self._patience, self._is_late, limit)
-                try:
-                    return await self._measured(op, call)
-                finally:
-                    alarm.cancel()
-                    self._late.discard(limit)
+                with self._pulse:
+                    waiting = _Call(limit, self._pulse.time())
+                    self._wake(waiting, self._patience)
+                    try:
+                        return await self._measured(op, call)
+                    finally:
+                        waiting.alarm.cancel()
+                        self._late.discard(limit)
         except (ClaimLost, ClaimUnreadable):
             raise
         except TimeoutError:
@@ -259,7 +323,7 @@ class Claims:
         tries: set[asyncio.Task[T]] = set()
         try:
             while self.state is StoreState.UP:
-                if left == _TRIES - 1 or (left and self.clock() < until):
+                if left == _TRIES - 1 or (left and self._pulse.time() < until):
                     left -= 1
                     tries.add(asyncio.create_task(self._measured(op, call)))
                 if not tries:
@@ -325,11 +389,18 @@ class Claims:
 
     # -- well or away
 
-    def _is_late(self, limit: asyncio.Timeout) -> None:
+    def _wake(self, call: _Call, seconds: float) -> None:
+        call.alarm = asyncio.get_running_loop().call_later(seconds, self._is_late, call)
+
+    def _is_late(self, call: _Call) -> None:
         if self.state is StoreState.AWAY:
-            limit.reschedule(asyncio.get_running_loop().time())
+            call.limit.reschedule(asyncio.get_running_loop().time())
+            return
+        left = self._patience - (self._pulse.time() - call.began)
+        if left > _PUNCTUAL:
+            self._wake(call, left)
         elif self.state is StoreState.UP:
-            self._late.add(limit)
+            self._late.add(call.limit)
             self._examine()
 
     async def _examined(self) -> None:
@@ -345,34 +416,44 @@ class Claims:
 
     async def _judge(self) -> None:
         """Decide whether the store is away, and tell the calls that are late."""
-        answers, made, began = self._answers, self._made, self.clock()
-        checks: set[asyncio.Task[StoreError | None]] = set()
-        failures: list[StoreError | None] = []
-        well = False
-        try:
-            while not well:
-                if len(checks) + len(failures) < _CHECKS:
-                    checks.add(asyncio.create_task(self._check()))
-                done, checks = await asyncio.wait(checks, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
-                results = [check.result() for check in done]
-                well = None in results or self._made > made
-                failures += results
-                if well or len(failures) >= _CHECKS:
-                    break
-                # One that is slow but answers is not away: its checks may take their time.
-                if self._answers == answers and self.clock() - began >= self.deadline - self._patience:
-                    break
-                if done:
-                    await asyncio.sleep(_CHECK_PAUSE)
-        finally:
-            for check in checks:
-                check.cancel()
+        with self._pulse:
+            well, failures = await self._judged()
         if not well:
             self._is_away(failures[-1] if failures else OutcomeUnknown("it answers nothing"))
         now = asyncio.get_running_loop().time()
         for limit in self._late:
             limit.reschedule(now)
         self._late.clear()
+
+    async def _judged(self) -> tuple[bool, list[StoreError]]:
+        """Whether the store is well, and what was wrong."""
+        answers, made, began = self._answers, self._made, self._pulse.time()
+        checks: dict[asyncio.Task[StoreError | None], float] = {}
+        """And what our own loop had missed when each began."""
+        failures: list[StoreError] = []
+        try:
+            while True:
+                if len(checks) + len(failures) < _CHECKS:
+                    checks[asyncio.create_task(self._check())] = self._pulse.missed()
+                done, _ = await asyncio.wait(checks, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
+                for check in done:
+                    ours = self._pulse.missed() - checks.pop(check) > self._patience
+                    if (failure := check.result()) is None:
+                        return True, failures
+                    if not ours:  # else it may have had no time to be answered
+                        failures.append(failure)
+                if self._made > made:
+                    return True, failures
+                # One that is slow but answers is not away: its checks may take their time.
+                waited = self._pulse.time() - began + _PUNCTUAL
+                silent = self._answers == answers and waited >= self.deadline - self._patience
+                if silent or len(failures) >= _CHECKS:
+                    return False, failures
+                if done:
+                    await asyncio.sleep(_CHECK_PAUSE)
+        finally:
+            for check in checks:
+                check.cancel()
 
     async def _check(self) -> StoreError | None:
         """What is wrong with the store; None: nothing."""

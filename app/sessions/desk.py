@@ -33,8 +33,9 @@ class Desk:
 
     def where(self, ask: Ask) -> Known | None:
         entry = self._entries.find(ask.key)
+        ended_at = self._closer.ended_at(ask.key)
         if entry is None:
-            return Known(ended=self._closer.is_closing(ask.key))
+            return Known(ended=self._closer.is_closing(ask.key), ended_at=ended_at)
         claim = entry.claim
         return Known(
             self._names.spot(entry.target),
@@ -42,6 +43,7 @@ class Desk:
             0 if claim is None else claim.revision,
             self._claims.state is StoreState.UP and self._entries.proven(entry, self._claims.clock()),
             entry.active,
+            ended_at=ended_at,
         )
 
     def closed(self, ask: Ask) -> None:
@@ -56,7 +58,9 @@ class Desk:
         entry = self._entries.find(ask.key)
         if entry is None:
             return
-        if entry.active:
+        if ask.revision is not None and entry.claim is not None and entry.claim.revision != ask.revision:
+            entry.unprove()  # one of the two is the other's successor
+        elif entry.active:
             entry.closing = True
         else:
             self._closer.begin(entry, heard=True)

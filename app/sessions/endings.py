@@ -37,6 +37,8 @@ class Ending(msgspec.Struct, eq=False):
     """When, in Unix seconds. What was created later is a successor's."""
     nonce: str = ""
     """Of the claim that is known to be its."""
+    whatever: bool = False
+    """Also what is no claim that can be read."""
 
     def covers(self, claim: Claim, replica: str = "") -> bool:
         """The claim is of the session that has ended, and no successor's. A claim says whole seconds: one of the second

@@ -50,7 +50,7 @@ class Entry:
     """One session on this replica. Its turns are counted by `Entries`."""
 
     __slots__ = ("active", "alone", "claim", "closing", "ended", "good_until", "kept", "key", "proof", "renew_at",
-                 "renewing", "stamp", "target", "trial", "unreadable")  # fmt: skip
+                 "renewing", "stamp", "target", "trial", "unheard", "unreadable")  # fmt: skip
 
     def __init__(self, key: str, target: Target) -> None:
         self.key, self.target = key, target
@@ -58,6 +58,8 @@ class Entry:
         """None while it is placed without a store, and once its close has begun."""
         self.alone: Alone | None = None
         """What is known of its being served without a claim; None: its claim was read."""
+        self.unheard: Alone | None = None
+        """What is known of its being served by its claim while the store cannot be asked whether that stands."""
         self.active = 0
         """Its turns here; each is counted once."""
         self.closing = False
@@ -231,18 +233,45 @@ class Entries:
             entry = Entry(claim.key, target)
             entry.kept = kept
             self.install(entry)
-        entry.claim, entry.alone = claim, None
+        entry.claim, entry.alone, entry.unheard = claim, None, None
         entry.unprove()
         return entry
 
     def refresh(self, entry: Entry, claim: Claim) -> None:
         """The claim stood just now. That does not prove what the watch missed."""
-        entry.claim, entry.alone, entry.unreadable = claim, None, False
+        entry.claim, entry.alone, entry.unheard, entry.unreadable = claim, None, None, False
         entry.good_until = self._clock() + self._max_stale
         entry.renew_at = 0.0
         if claim.expires_at:
             entry.good_until = min(entry.good_until, claim.expires_at)
             entry.renew_at = claim.expires_at - (self._kept_ttl if entry.kept else self._ttl)
+
+    # -- without the store
+
+    def alone(self, answered_at: float) -> Alone:
+        """From now on, without the store. `answered_at`: when it last answered anything, in Unix seconds."""
+        wall = self._wall()
+        return Alone(since=wall if self.watching else max(answered_at, self.watched_until), served_at=wall)
+
+    def goes_on(self, entry: Entry, answered_at: float) -> None:
+        """A turn is served by the claim, which the store cannot confirm."""
+        entry.unheard = entry.unheard or self.alone(answered_at)
+        entry.unheard.served_at = self._wall()
+
+    def outlived(self, entry: Entry) -> bool:
+        """The claim, which is gone, has ended by itself because nobody could renew it: the session has not ended. It is
+        served without a claim from now on."""
+        if not self._outlives(entry):
+            return False
+        entry.claim, entry.alone, entry.unheard = None, entry.unheard, None
+        entry.unprove()
+        return True
+
+    def _outlives(self, entry: Entry) -> bool:
+        claim, unheard = entry.claim, entry.unheard
+        if claim is None or unheard is None or not 0.0 < claim.expires_at <= self._clock() or entry.closing:
+            return False
+        return entry.active > 0 or self._wall() - unheard.served_at < (self._kept_ttl if entry.kept else self._ttl)
 
     def watched(self, stands: bool) -> None:
         """A stretch of the watch's continuity begins or ends; what was read before is not proven any more."""
@@ -273,7 +302,7 @@ class Entries:
         if event.before is not None and entry.claim.revision >= event.before:
             return  # the end of a predecessor
         entry.proof = UNPROVEN
-        if not entry.active:
+        if not entry.active and not self._outlives(entry):
             self.forget(event.key)
 
     # -- all of them

@@ -94,6 +94,8 @@ class Known(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its turns there."""
     ended: bool = False
     """Its final turn was there, and its claim is still to be closed."""
+    ended_at: float = 0.0
+    """When it last ended there, in Unix seconds; 0: not lately."""
     how: str = ""
     """bind: created, stored, ...; close: closed, gone or superseded."""
 
@@ -214,6 +216,25 @@ class Peers:
                 if target is not None and target.worker.name not in ask.lost:
                     return self._found("bind", (answer, target))
         return None if best is None else self._found("where", best)
+
+    async def serving(self, key: str) -> tuple[Target | None, bool]:
+        """Where one of them serves the session without a claim, if any does; and whether all there are have said."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", key), self._patience.where) if links else []
+        known = [(each, there) for _, each in told if each.value is None and (there := self._meant(each)) is not None]
+        return max(known, key=_trust)[1] if known else None, 0 < len(told) == len(self._links)
+
+    async def served_by(self, claim: Claim) -> bool:
+        """Whether one of them serves the session by this claim, and has the store's word for it."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", claim.key), self._patience.where) if links else []
+        return any(known.proven and known.revision == claim.revision for _, known in told)
+
+    async def ended_at(self, key: str) -> float:
+        """When the session last ended at any of them, in Unix seconds; 0: nobody knows of an end."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", key), self._patience.where) if links else []
+        return max((known.ended_at for _, known in told), default=0.0)
 
     async def tell(
         self,

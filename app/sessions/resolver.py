@@ -111,12 +111,13 @@ class Resolver:
         refuse: bool,
         parent_slack: int,
         unsettled: Callable[[str, float], None],
+        overdue: Callable[[Entry], None],
     ) -> None:
         """`unsettled` is told of a session that is served without a claim although the store is up, and in how many
-        seconds that should be tried again."""
+        seconds that should be tried again; `overdue` of a turn that cannot renew its claim."""
         self._entries, self._claims, self._closer = entries, claims, closer
         self._fleet, self._names, self._peers, self._policy, self._metrics = fleet, names, peers, policy, metrics
-        self._refuse, self._parent_slack, self._unsettled = refuse, parent_slack, unsettled
+        self._refuse, self._parent_slack, self._unsettled, self._overdue = refuse, parent_slack, unsettled, overdue
         self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         """When sessions were moved lately, the longest unmoved first."""
 
@@ -161,6 +162,8 @@ class Resolver:
                 )
             if not outcome.created:
                 claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
+                if known is None and self._claims.gave_up(claim):
+                    known = await self._served_elsewhere(key)
                 return await self._adopt(claim, "stored", placement, snapshot, known, until)
             entry = await self._kept_waiting(outcome.claim, placement, until) if known is None else None
             if entry is None:
@@ -249,7 +252,7 @@ class Resolver:
                     return replaced, "created"
                 claim, snapshot = replaced
                 target = self._meant(claim)
-            elif why or self._is_doubted(claim, known):
+            elif why or (self._is_doubted(claim, known) and not await self._peers.served_by(claim)):
                 return known, "degraded"
         name = claim.value.worker
         if target is not None:
@@ -261,11 +264,16 @@ class Resolver:
         return await self.move(claim.key, claim, lost, placement, known)
 
     async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
-        """Our claim was made, but so late (a quarter of the deadline) that another replica may have gone by hash
-        meanwhile. Nobody is served by it yet: it gives way to what the hash says. None: it stays."""
-        if placement.kept or self._claims.clock() < until - 0.75 * self._claims.deadline:
+        """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it
+        yet: it gives way to where one of them says that it serves the session, or, if they cannot all be asked, to what
+        the hash says. None: it stays."""
+        if placement.kept or not self._claims.kept_waiting(until):
             return None
-        target = self._by_hash(claim.key, placement)
+        target, sure = await self._peers.serving(claim.key)
+        if target is None:
+            if sure:
+                return None
+            target = self._by_hash(claim.key, placement)
         if self._meant(claim) is target:
             return None
         replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
@@ -279,8 +287,7 @@ class Resolver:
         self, claim: Claim, snapshot: Snapshot, known: Entry | None, until: float
     ) -> tuple[Claim, Snapshot]:
         """What stands a moment later, where a claim has been found that its maker may be about to take back."""
-        began = until - self._claims.deadline
-        if known is not None or claim.value.served or not self._claims.was_late(began):
+        if known is not None or claim.value.served or not self._claims.was_late(until):
             return claim, snapshot
         for pause in _MOMENTS:
             await asyncio.sleep(pause)
@@ -294,6 +301,15 @@ class Resolver:
             if claim.value.served:
                 break
         return claim, snapshot
+
+    async def _served_elsewhere(self, key: str) -> Entry | None:
+        """Where another replica serves the session without a claim, while one stands that we had given up."""
+        target, _ = await self._peers.serving(key)
+        if target is None:
+            return None
+        entry = Entry(key, target)
+        entry.alone = self._alone()
+        return entry
 
     def _gives_way(self, claim: Claim, known: Entry) -> str:
         """Why a claim that contradicts where the session was served here gives way (of WAYS_GIVEN); empty: it does
@@ -363,8 +379,10 @@ class Resolver:
     # -- no claim
 
     def _without_claim(self, known: Entry, placement: Placement) -> Entry | None:
-        """The session had a claim that does not stand any more: it has ended. While no watch stands, the store may as
-        well have lost its memory; then the session, old or new, is served where it was."""
+        """The session had a claim that does not stand any more: it has ended, or could not be renewed. While no watch
+        stands, the store may as well have lost its memory. Then the session, old or new, is served where it was."""
+        if not placement.candidates and self._entries.outlived(known):
+            return known
         if self._entries.watching or known.kept or known.closing or placement.candidates:
             if self._entries.find(known.key) is known:
                 self._entries.forget(known.key)
@@ -393,6 +411,7 @@ class Resolver:
                 known.alone.served_at = self._claims.wall()
                 return known, "degraded"
             self._metrics.unproven.inc()
+            self._overdue(known)
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
@@ -406,10 +425,12 @@ class Resolver:
         if not self._peers or (known is not None and not self._peers.any_up):
             return None
         at = placement.candidates
-        if not at and known is not None and known.alone is not None and known.target.worker.known:
-            at = (known.target,)  # what was served is the truth
-        elif not at and placement.slot is not None:
-            at = (placement.slot,)
+        if not at and known is not None and known.target.worker.known:
+            at = (known.target,)  # what was served is the truth, also where its claim has expired meanwhile
+        elif not at and placement.parent is None:
+            # Should the answer come too late, the claim that the peer has made is where we have gone without it.
+            with contextlib.suppress(TurnError):
+                at = (self._guess(key, placement, lost),)
         elif not at and placement.among is not None:
             at = tuple(self._candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(
@@ -486,9 +507,7 @@ class Resolver:
         self._entries.install(entry)
 
     def _alone(self) -> Alone:
-        wall = self._claims.wall()
-        since = wall if self._entries.watching else max(self._claims.answered_at, self._entries.watched_until)
-        return Alone(since=since, served_at=wall)
+        return self._entries.alone(self._claims.answered_at)
 
     # -- placing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,7 @@ T = TypeVar("T")
 _AT_ONCE = 32
 _AT_ONCE_PAUSE = 0.02
 _LONGEST_PAUSE = 5.0
+_ENDS_REMEMBERED = 10_000
 _LOOK_AGAIN = 15.0
 """Seconds after the end of a session that ended while the store was away: by then every other replica that served it
 has found the store back, and has claimed it again."""
@@ -87,12 +89,24 @@ class Closer:
         self._peers, self._limit, self._files = peers, limit, files
         self._closings: dict[str, _Closing] = {}
         """The latest of each session; it waits for the one before it."""
+        self._ended: OrderedDict[str, float] = OrderedDict()
+        """Sessions that have ended here lately, and when, in Unix seconds."""
 
     def __len__(self) -> int:
         return len(self._closings)
 
     def is_closing(self, key: str) -> bool:
         return key in self._closings
+
+    def ended_at(self, key: str) -> float:
+        """When the session last ended here, in Unix seconds; 0: not lately."""
+        return self._ended.get(key, 0.0)
+
+    def has_ended(self, key: str, moment: float) -> None:
+        self._ended[key] = moment
+        self._ended.move_to_end(key)
+        if len(self._ended) > _ENDS_REMEMBERED:
+            self._ended.popitem(last=False)
 
     def begin(self, entry: Entry, *, heard: bool = False) -> asyncio.Task[None] | None:
         """End what is known of the session here, and begin to close its claim. `heard`: from another replica, which
@@ -118,10 +132,18 @@ class Closer:
         nonce = "" if claim is None else claim.value.nonce
         return self._begin(Ending(key, self._claims.wall(), nonce), claim, heard=heard)
 
+    def end_whatever(self, key: str, nonce: str) -> None:
+        """As an admin orders who has not been told what stands: also what is no claim that can be read. `nonce`: of the
+        claim that is known here, if any."""
+        self._begin(Ending(key, self._claims.wall(), nonce, whatever=True), None)
+
     def _begin(self, ending: Ending, claim: Claim | None, *, heard: bool = False) -> asyncio.Task[None]:
         key, earlier = ending.key, self._closings.get(ending.key)
+        self.has_ended(key, ending.moment)
         if earlier is not None and claim is None and earlier.claim is None:
             earlier.ending.moment = max(earlier.ending.moment, ending.moment)
+            earlier.ending.nonce = ending.nonce or earlier.ending.nonce
+            earlier.ending.whatever |= ending.whatever
             return earlier.task
         closing = _Closing(ending, claim, self._claims.replica)
         closing.told = heard
@@ -211,7 +233,12 @@ class Closer:
     async def _try(self, closing: _Closing) -> CloseOutcome:
         claim = closing.claim
         if claim is None:
-            claim = await self._claims.read(closing.ending.key)
+            try:
+                claim = await self._claims.read(closing.ending.key)
+            except ClaimUnreadable as error:
+                if not closing.ending.whatever:
+                    raise
+                claim = error.claim
             if claim is None:
                 return CloseOutcome.GONE
             if not closing.ending.covers(claim, closing.replica):
@@ -221,7 +248,7 @@ class Closer:
     async def _look_again(self, closing: _Closing) -> None:
         """Another replica that served the session in the outage may have claimed it again, not knowing of its end."""
         await asyncio.sleep(_LOOK_AGAIN)
-        closing.claim, closing.replica = None, ""
+        closing.claim, closing.replica, closing.ending.whatever = None, "", False
         try:
             outcome = await self._try(closing)
         except StoreError as error:
@@ -296,10 +323,15 @@ class Renewer:
         if entry.claim is None or entry.renewing:
             return
         if self._claims.state is not StoreState.UP:
-            self._overdue[entry.key] = entry
+            self.overdue(entry)
             return
         entry.renewing = True  # at once: a turn may ask again, at its end, before the renewal has begun
         self._tasks.spawn(self._renew(entry, entry.claim))
+
+    def overdue(self, entry: Entry) -> None:
+        """A turn of it is served, and the claim cannot be renewed."""
+        self._overdue[entry.key] = entry
+        self._entries.goes_on(entry, self._claims.answered_at)
 
     async def keep_alive(self) -> None:
         """Renew the claims of turns that run longer than a quarter of the TTL. Endless."""
@@ -310,10 +342,12 @@ class Renewer:
                 if now >= entry.renew_at:
                     self.soon(entry)
 
-    async def catch_up(self) -> None:
-        """Renew what the store, which is back, could not be asked for."""
+    async def catch_up(self) -> list[str]:
+        """Renew what the store, which is back, could not be asked for. Returns the sessions that are served without a
+        claim now: theirs have ended meanwhile by themselves."""
         overdue, self._overdue = list(self._overdue.values()), {}
         await at_once(self._renew_at_last, overdue)
+        return [entry.key for entry in overdue if entry.alone is not None]
 
     async def _renew_at_last(self, entry: Entry) -> None:
         if entry.claim is not None and not entry.renewing:
@@ -326,7 +360,7 @@ class Renewer:
         try:
             renewed = await self._claims.renew(claim, kept=entry.kept)
         except ClaimLost:
-            if entry.claim is claim:
+            if entry.claim is claim and not self._entries.outlived(entry):
                 entry.unprove()
         except StoreError:  # also one that cannot be read any more
             entry.renew_at = self._claims.clock() + 1.0

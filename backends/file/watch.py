@@ -37,7 +37,7 @@ STEP_MS, QUICK_STEP_MS = 100, 10
 WALKED_WHOLE = 4096
 """Of more claims than these, a walk beside the kernel's events looks at so many, others each time, and at all names."""
 _SLICE = 128
-_NAMES_SLICE = 2048
+_NAMES_SLICE = 256
 
 
 class Watch:

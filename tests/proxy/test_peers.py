@@ -15,12 +15,15 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from app.fleet.naming import Naming
+from app.fleet.policies import rendezvous
 from app.http.client import client_protocol
+from app.sessions.claims import StoreState
 from app.sessions.peers import Ask, Door, Known, Patience, Peer, Peers
 from backends.base import ClaimValue
 from backends.memory import MemoryStore
+from tests.support.fakes import ScriptedStore
 from tests.support.raw import until
-from tests.support.replicas import KEY, Replica
+from tests.support.replicas import KEY, Replica, first_of, key_of
 from tests.support.wire import ask
 
 
@@ -32,6 +35,7 @@ class Desk:
         self.known: Known | None = Known()
         self.bound: Known | None = None
         self.asked: list[tuple[str, str]] = []
+        self.bound_for: list[Ask] = []
         self.go = asyncio.Event()
         self.go.set()
 
@@ -50,6 +54,7 @@ class Desk:
 
     async def bind(self, ask: Ask) -> Known | None:
         self.asked.append(("bind", ask.key))
+        self.bound_for.append(ask)
         await self.go.wait()
         return self.bound
 
@@ -240,3 +245,119 @@ async def test_a_peer_with_another_token_is_done_without(here: Replica, other: O
     assert await peers.find(WHERE) is None
     assert not other.desk.asked
     peers.close()
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_what_another_replica_has_ended_is_not_claimed_again_after_an_outage(
+    here: Replica, other: Other, ended: bool
+) -> None:
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    one, two = Replica(inner, name="r1"), Replica(store, name="r2", peers=peers)
+    other.desk = one.affinity.desk  # type: ignore[assignment]
+    one.affinity.start()
+    two.affinity.start()
+    store.go_away()
+    assert (await two.visit())[1] == "degraded"  # nobody has told it of any peer
+    if ended:
+        turn = await one.turn(final=True)
+        turn.answered(200)
+        await turn.close()
+        turn.release()
+    peers.update([other.peer()])
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP and not alone(two))
+    claim = await inner.get(KEY)
+    assert (claim is None) is ended
+    for replica in (one, two):
+        await replica.affinity.aclose()
+    peers.close()
+    await inner.aclose()
+
+
+def alone(replica: Replica) -> bool:
+    entry = replica.affinity._entries.find(KEY)
+    return entry is not None and entry.claim is None
+
+
+async def test_a_peer_is_asked_to_claim_a_session_where_it_would_be_without_an_answer(
+    here: Replica, other: Other
+) -> None:
+    """Its answer may come too late, and its claim stand."""
+    store = ScriptedStore(MemoryStore())
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=Patience(where=5.0, store=0.05))
+    two = Replica(store, name="r2", peers=peers)
+    peers.update([other.peer()])
+    other.desk.go.clear()
+    store.go_away()
+    assert (await two.visit())[1] == "degraded"
+    guess = two.affinity._resolver.guess(KEY)
+    assert [spot.worker for ask in other.desk.bound_for for spot in ask.at] == [guess.worker.name]
+    other.desk.go.set()
+    store.return_()
+    await two.affinity.aclose()
+    peers.close()
+
+
+async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_session(
+    here: Replica, other: Other
+) -> None:
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    two = Replica(store, name="r2", peers=peers, policy=first_of("a"))
+    peers.update([other.peer()])
+    other.desk.known = Known(spot(here, "b"))
+    store.before["create"] = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    proposal = next(iter(two.affinity._claims._given_up))
+    del store.before["create"]
+    await inner.create_or_get(KEY, ClaimValue(worker="a", nonce=proposal), 60.0)  # done late
+    assert (await two.visit())[0] == "b"
+    claim = await inner.get(KEY)
+    assert claim is not None
+    assert (claim.value.worker, claim.value.served) == ("b", True)
+    await two.affinity.aclose()
+    peers.close()
+    await inner.aclose()
+
+
+@pytest.mark.parametrize(("serves", "worker"), [("", "a"), ("b", "b")])
+async def test_a_claim_that_was_made_late_stays_unless_a_peer_serves_the_session_elsewhere(
+    here: Replica, other: Other, peers: Peers, serves: str, worker: str
+) -> None:
+    key = next(key for key in map(key_of, range(100)) if rendezvous(key, here.fleet.candidates()).worker.name == "c")
+    inner = MemoryStore()
+    two = Replica(inner, name="r2", peers=peers, policy=first_of("a"))
+    two.affinity._claims.kept_waiting = lambda until: True  # type: ignore[method-assign]
+    if serves:
+        other.desk.known = Known(spot(here, serves))
+    assert await two.visit(key) == (worker, "created")
+    assert other.desk.asked == [("where", key)]
+    await two.affinity.aclose()
+    await inner.aclose()
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_claim_that_a_peer_serves_by_is_not_doubted(
+    here: Replica, other: Other, peers: Peers, served: bool
+) -> None:
+    """Else the two would serve the session at two workers for as long as the doubt lasts."""
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    two = Replica(store, name="r2", peers=peers)
+    guess = two.affinity._resolver.guess(KEY).worker.name
+    elsewhere = "a" if guess != "a" else "b"
+    store.go_away()
+    assert await two.visit() == (guess, "degraded")
+    value = ClaimValue(worker=elsewhere, created_at=int(two.affinity._claims.wall()))
+    claim = (await inner.create_or_get(KEY, value, 60.0)).claim
+    if served:
+        other.desk.known = Known(spot(here, elsewhere), claim.value, claim.revision, True)
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP)
+    assert await two.visit() in ([(elsewhere, "stored"), (elsewhere, "cached")] if served else [(guess, "degraded")])
+    await two.affinity.aclose()
+    await inner.aclose()

@@ -71,6 +71,13 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return run
 
 
+def stall(seconds: float) -> None:
+    """Keep a VirtualTimeLoop from running anything for so long, as work in a callback does."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.now += seconds
+
+
 async def settle() -> None:
     """Let everything run that can run now; no time passes in a VirtualTimeLoop."""
     for _ in range(30):
@@ -234,7 +241,7 @@ class ScriptedStore:
         if self._thawed is not None:
             delivery = asyncio.create_task(self._deliver(self._thawed, call))
             self._deliveries.add(delivery)
-            delivery.add_done_callback(self._deliveries.discard)
+            delivery.add_done_callback(self._delivered)
             await asyncio.wait({delivery}, timeout=self.deadline)
             if not delivery.done():
                 raise OutcomeUnknown("no answer")
@@ -259,6 +266,11 @@ class ScriptedStore:
             self.lost_replies[op] -= 1
             raise OutcomeUnknown("the reply was lost")
         return answer
+
+    def _delivered(self, delivery: asyncio.Task[Any]) -> None:
+        self._deliveries.discard(delivery)
+        if not delivery.cancelled():
+            delivery.exception()  # nobody waits any more to hear that a late one has failed
 
     @staticmethod
     async def _deliver(thawed: asyncio.Event, call: Callable[[], Awaitable[T]]) -> T:

@@ -280,6 +280,34 @@ def test_a_claim_that_was_destroyed_is_made_anew(kind: str) -> None:
     assert not story.check().violations
 
 
+@pytest.mark.parametrize(("orders", "legal"), [(2, True), (1, False)])
+def test_each_order_of_an_admin_ends_what_stands_when_it_comes(orders: int, legal: bool) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", lasts=0.3)
+    for number in range(orders):
+        story.fault("claim-ended", "s", 1.1 + 0.6 * number, 1.11 + 0.6 * number, replica="r0", outcome="pending")
+    story.turn(1.5, "created", "w1", replica="r1")
+    story.turn(1.9, "created", "w1", replica="r2")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "replica", "legal"),
+    [("closed", "r0", False), ("pending", "r0", True), ("", "r0", True), ("pending", "r1", False)],
+)
+def test_an_order_that_was_not_answered_is_done_when_the_turns_there_have_ended(
+    outcome: str, replica: str, legal: bool
+) -> None:
+    story = Story(ttl=60)
+    story.turn(0, "created", "w0")
+    story.turn(1, "cached", "w0", lasts=6)
+    story.fault("claim-ended", "s", 1.1, 1.2, replica=replica, outcome=outcome)
+    story.turn(6, "cached", "w0")
+    story.turn(7.1, "created", "w0", replica="r2")
+    assert story.broken_rules() == ([] if legal else ["split session"])
+
+
 def test_a_claim_that_was_replaced_is_followed_at_once_where_it_is_read() -> None:
     story = Story()
     story.turn(0, "created", "w0")
@@ -501,6 +529,21 @@ def test_a_close_lay_between(final: bool, kind: str, legal: bool) -> None:
     assert story.broken_rules() == ([] if legal else ["moved without cause"])
 
 
+@pytest.mark.parametrize(("asleep", "legal"), [("", False), ("r0", True), ("r1", True)])
+def test_what_a_peer_knows_is_asked_of_it(asleep: str, legal: bool) -> None:
+    """But for a few, whose answers may have been late."""
+    story = Story("etcd", ttl=60)
+    story.fault("quorum-lost", "", 20, 30)
+    if asleep:
+        story.fault("replica-frozen", asleep, 23, 24)
+    for number in range(4):
+        story.turn(10, "created", "w0", session=f"s{number}")
+        story.turn(25, "degraded", "w1", session=f"s{number}", replica="r1")
+    assert story.broken_rules() == ([] if legal else ["peers not asked"])
+    assert not check(History(rules=story.history.rules, sent=story.history.sent[:6], served=story.history.served[:6],
+                             faults=story.history.faults)).violations  # fmt: skip
+
+
 @pytest.mark.parametrize(("ttl", "legal"), [(1.5, True), (60.0, False)])
 def test_an_expiry_lay_between(ttl: float, legal: bool) -> None:
     story = outage(ttl=ttl)
@@ -564,6 +607,14 @@ def test_a_first_turn_that_fails_releases(affinity: str, status: int, legal: boo
     story.turn(0, affinity, "w0", outcome="aborted", status=status)
     story.turn(1, "created", "w1")
     assert story.broken_rules() == ([] if legal else ["split session"])
+
+
+@pytest.mark.parametrize(("target", "legal"), [("", True), ("r0", True), ("r1", False)])
+def test_a_client_that_has_waited_too_long_is_excused_by_a_slow_machine_alone(target: str, legal: bool) -> None:
+    story = Story()
+    story.fault("machine-slow", target, 10, 12)
+    story.unserved(1, "timeout", lasts=30)
+    assert story.broken_rules() == ([] if legal else ["lost turn"])
 
 
 @pytest.mark.parametrize(("sick", "legal"), [("w0", True), ("w1", False)])

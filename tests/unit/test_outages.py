@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +17,11 @@ from app.fleet.policies import rendezvous
 from app.sessions.affinity import Binding
 from app.sessions.claims import StoreState
 from app.sessions.endings import Ending, EndingFiles
+from app.sessions.peers import Ask
 from app.sessions.resolver import ANYWHERE, Placement
 from backends.base import ClaimValue, OutcomeUnknown, Reset, StoreUnavailable
 from backends.memory import MemoryStore
-from tests.support.fakes import ScriptedStore, in_virtual_time, settle
+from tests.support.fakes import ScriptedStore, in_virtual_time, settle, stall
 from tests.support.replicas import KEY, TTL, WALL, Replica, first_of, key_of, memory, running, scripted
 
 DEADLINE = 2.0
@@ -197,6 +198,60 @@ async def test_a_slow_store_is_not_away() -> None:
         await asyncio.sleep(5)
         assert r.affinity.pending_closes == 0
         assert +Counter(r.metrics.closes.cells) == {("closed",): 1}
+
+
+@pytest.mark.parametrize(
+    ("stalls", "seconds", "takes"),
+    [
+        pytest.param([0.01], 0.6, 0.02, id="as the answer comes"),
+        pytest.param([0.01], 30.0, 0.02, id="for half a minute"),
+        pytest.param([0.1, 0.4, 0.8], 0.3, 0.3, id="again and again"),
+    ],
+)
+@in_virtual_time
+async def test_that_our_own_loop_is_late_is_not_the_stores_lateness(
+    stalls: list[float], seconds: float, takes: float
+) -> None:
+    store = scripted()
+    async with running(store, policy=first_of("a")) as r:
+        store.jitter = lambda: takes / 2
+        for at in stalls:
+            asyncio.get_running_loop().call_later(at, stall, seconds)
+        assert await r.visit(key_hashed_to(r, "b")) == ("a", "created")
+        assert (store.calls["create"], store.calls["close"], store.calls["check"]) == (1, 0, 0)
+        assert r.affinity.state is StoreState.UP
+
+
+@in_virtual_time
+async def test_checks_that_fail_while_our_own_loop_is_late_do_not_count() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.next_faults["create"] = deque([OutcomeUnknown("late")])
+        store.next_faults["check"] = deque([OutcomeUnknown("late")] * 3)
+        store.jitter = lambda: 0.03
+        for number in range(3):
+            asyncio.get_running_loop().call_later(0.05 + 1.05 * number, stall, 1.0)
+        assert (await r.visit())[1] == "created"
+        assert r.affinity.state is StoreState.UP
+
+
+@in_virtual_time
+async def test_a_store_that_hangs_is_away_however_late_our_own_loop_is() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.freeze()
+
+        async def busy() -> None:
+            while True:
+                await asyncio.sleep(0.1)
+                stall(0.3)
+
+        working = asyncio.ensure_future(busy())
+        began = now()
+        assert (await r.visit())[1] == "degraded"
+        assert now() - began <= 5 * DEADLINE
+        working.cancel()
+        store.thaw()
 
 
 # -- late writes
@@ -424,6 +479,41 @@ async def test_a_session_that_was_moved_off_a_dead_worker_in_an_outage_stays_whe
             assert claim.value.worker == served.workers[key][0]
 
 
+@pytest.mark.parametrize("watch", ["silent", "alive"])
+@in_virtual_time
+async def test_a_session_that_is_used_in_an_outage_outlives_its_claim(watch: str) -> None:
+    """And one that is not used has ended."""
+    inner = memory()
+    store = scripted(inner)
+    used, unused = key_of(1), key_of(2)
+    async with (
+        running(store, ttl=10.0, policy=first_of("a")) as r1,
+        running(scripted(inner), ttl=10.0, policy=first_of("b"), name="r2") as r2,
+    ):
+        for key in (used, unused):
+            assert await r1.visit(key) == ("a", "created")
+        if watch == "silent":
+            cut_off(store)
+        else:
+            store.broken["all"] = StoreUnavailable
+        for _ in range(10):
+            await asyncio.sleep(3)
+            assert (await r1.visit(used))[0] == "a"
+        assert await inner.get(used) is None
+        if watch == "silent":
+            join(store)
+        else:
+            store.return_()
+        await asyncio.sleep(5)
+        claim = await inner.get(used)
+        assert claim is not None
+        assert (claim.value.worker, claim.value.served) == ("a", True)
+        assert await r2.visit(used) == ("a", "stored")
+        assert await r2.visit(unused) == ("b", "created")
+        await asyncio.sleep(20)
+        assert await inner.get(used) is None
+
+
 # -- finals in an outage
 
 
@@ -471,6 +561,60 @@ async def test_a_session_that_is_ended_without_being_bound_in_an_outage_ends(how
         store.return_()
         await asyncio.sleep(10)
         assert await inner.get(KEY) is None
+
+
+@pytest.mark.parametrize("known", ["unknown", "known", "under a turn that runs"])
+@in_virtual_time
+async def test_an_admins_end_of_what_cannot_be_read_is_done_after_an_outage(known: str) -> None:
+    store = scripted()
+    store.garbage[KEY] = 7
+    async with running(store) as r:
+        turn = None
+        if known != "unknown":
+            turn = await r.turn()
+            turn.answered(200)
+        if turn is not None and known == "known":
+            turn.release()
+        store.go_away()
+        assert (await r.visit(key_of(1)))[1] == "degraded"
+        assert await r.affinity.end(KEY) == "pending"
+        store.return_()
+        await asyncio.sleep(10)
+        assert not store.garbage
+        assert (await r.visit())[1] == "created"
+        if turn is not None:
+            turn.release()
+
+
+@in_virtual_time
+async def test_an_admins_end_in_an_outage_ends_what_stands_then_and_not_what_was_known() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(scripted(inner), name="r1") as r1, running(store, name="r2") as r2:
+        await r1.visit()
+        await r2.visit()
+        store.deaf = True
+        assert await r1.affinity.end(KEY) == "closed"
+        await r1.visit()
+        await asyncio.sleep(2)
+        store.go_away()
+        assert await r2.affinity.end(KEY) == "pending"
+        store.return_()
+        await asyncio.sleep(10)
+        assert await inner.get(KEY) is None
+
+
+@pytest.mark.parametrize("successor", [True, False])
+@in_virtual_time
+async def test_the_news_of_an_end_closes_no_other_claim_than_the_one_it_names(successor: bool) -> None:
+    store = scripted()
+    async with running(store) as r:
+        await r.visit()
+        claim = await store.get(KEY)
+        assert claim is not None
+        r.affinity.desk.ended(Ask("ended", KEY, claim.revision - successor))
+        await asyncio.sleep(5)
+        assert (await store.get(KEY) is not None) is successor
 
 
 @pytest.mark.parametrize("later", [-4.0, 0.0, 4.0])

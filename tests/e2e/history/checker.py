@@ -13,7 +13,7 @@ it. It relied on the store as it was
   look together on one replica share one look, so a `stored` turn may count from the start of the first of an unbroken
   row of such looks there;
 - at its start less `Rules.news` when it was `cached` (or the client never saw the head): deletions take that long to
-  reach a replica. Where closes leave stamps (files) this holds only for claims that the nemesis took away by hand;
+  reach a replica. Where closes leave stamps (files) this holds only for claims that the nemesis took away itself;
 - at the start of a fault under which the replica may not hear of a close: the store's outage; the replica's own
   freezing; a frozen member of the store, but only for `Rules.silence` (a watch that is silent for longer has to be
   given up); a claim file that was replaced by hand, but only for `Rules.max_stale`;
@@ -36,8 +36,9 @@ Each is as short as the design promises and no shorter, so a replica that goes o
   worker it ran at, from its end to the end of the last turn beside it on that replica, held up as finals are;
 - *worker lost*: as often as there are sessions, from the kill (or from when it fell ill, see `ILL`) until every replica
   says that it is up again;
-- *by hand*: the nemesis removed or garbled the claim, or had an admin end the session. If it *replaced* the claim, the
-  register has the new value from then on;
+- *by hand*: the nemesis removed or garbled the claim, or had an admin end the session. Each order of an admin ends what
+  stands when it comes, once: by its answer, or, if that was `pending` or did not come, when the turns that run there
+  have ended, held up as finals are. If it *replaced* the claim, the register has the new value from then on;
 - *store wiped* (or restored from a copy): every claim, from then until every replica has had its say (`DOUBT`).
 
 Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
@@ -61,7 +62,9 @@ Being slow (`worker-frozen`) is no cause, nor is an outage. What else is allowed
 the router admit, and only for a session that an outage has touched (of a replica that served it):
 
 - *not known there*: the replica had not served the session since its last close, or had been killed since: it could
-  know of the place from the store alone. It goes where a hash says, or by what the store has done late;
+  know of the place from the store and its peers alone. It goes by what the store has done late, or, if no peer that
+  could be asked had served it either, where a hash says. (A peer has 100 ms to answer, which nobody can see from here:
+  up to `LATE_PEERS` in a run may have been late);
 - *both served*: another replica's last turn of the session was at that worker, which it could not tell: one of the two
   places has to give way. (If its worker falls ill thereafter, the session goes on from there to a third.) The turn
   before must lie in the outage or within `DOUBT` after it: from then on all agree;
@@ -109,6 +112,13 @@ GRACE = 1.0
 """Seconds that a replica takes to do what an admin has told it."""
 DOUBT = 20.0
 """Seconds after an outage until late claims are told from true ones: 15, and then the session's next turn."""
+MEETING = 5.0
+"""Seconds after its start until a replica can ask the others, and is asked, if the store is well."""
+THOUGH_KNOWN = "not known there, though a peer knew"
+LATE_PEERS = 3
+"""So many answers of peers may have been late in a run, on a machine that was not seen to be slow."""
+LEFT_OUT = 2.0
+"""Seconds after a replica was late until the others ask it again."""
 ILL = ("worker-killed", "worker-sick", "worker-hung")
 """Faults for which a worker's sessions may move, until every replica has found it well again."""
 RETRYABLE = (408, 409, 425, 429)
@@ -176,6 +186,10 @@ class Fault:
     """The member led the cluster."""
     worker: str = ""
     """Whom the claim names that was put in place of another."""
+    replica: str = ""
+    """To whom an admin gave the order to end the session. Each order is a fault."""
+    outcome: str = ""
+    """What the order was answered: closed, pending, gone or superseded; empty: nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +280,8 @@ def check(history: History) -> Verdict:
             check_moves(session, verdict)
         check_idle(session, verdict)
         check_finals(session, verdict)
+    if (unasked := verdict.moves[THOUGH_KNOWN]) > LATE_PEERS:
+        _violate(verdict, "peers not asked", "", 0.0, f"{unasked} sessions were placed by hash where a peer knew them")
     verdict.violations.sort(key=lambda violation: violation.at)
     return verdict
 
@@ -366,7 +382,7 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
             for outage in session.faults.outages(replica)
             if outage.begin <= record.start and outage.end + DOUBT + RECOVERY >= last.start
         ]
-        if residue := _residue(session, releases, turn, record, places, known) if touched else "":
+        if residue := _residue(session, releases, turn, record, places, known, ended, touched) if touched else "":
             verdict.moves[residue] += 1
             continue
         text = f"{turn.id} is {turn.affinity} at {record.worker}; {last.id} was at {last_record.worker}, which was well"
@@ -380,12 +396,18 @@ def _residue(
     came: Served,
     places: dict[str, tuple[Sent, Served]],
     known: bool,
+    closed: float,
+    outages: Sequence[_Outage],
 ) -> str:
     """What of a move around an outage cannot be helped; empty: it can. `places`: each replica's last turn since the
-    session's last close began; `known`: the turn's own replica has had one since that close had surely ended."""
+    session's last close began; `known`: the turn's own replica has had one since that close had surely ended, which was
+    at `closed`; `outages`: those that the session has had."""
     faults = session.faults
     if not known or faults.overlap("replica-killed", turn.replica, places[turn.replica][0].start, came.start):
-        return f"not known there: {turn.affinity}"
+        began = min(outage.begin for outage in outages)
+        if turn.affinity == "degraded" and session.peers_that_knew(turn, came, places, closed, began):
+            return THOUGH_KNOWN
+        return f"not known there, nor at a peer: {turn.affinity}"
     for _, there in places.values():
         if there.worker == came.worker:
             return "both served"
@@ -576,6 +598,8 @@ class _Session:
         if not rules.stamps:
             lo = min(lo, start - news)
         for fault in self.by_hand:
+            if fault.kind == "claim-ended":
+                continue  # through a replica, which tells of it as of every close
             late = rules.max_stale + 0.5 if fault.kind == "claim-replaced" else rules.news
             if fault.start <= start <= fault.end + late:
                 lo = min(lo, fault.start - EDGE)
@@ -659,14 +683,20 @@ class _Session:
             elif fault.kind == "claim-garbled":
                 found.append(_Release("claim garbled by hand", ANY, fault.start, self._ended_by(fault)))
             elif fault.kind == "claim-ended":
-                found.append(_Release("ended by an admin", ANY, fault.start, self._ended_by(fault)))
+                hi = fault.end
+                if fault.outcome in ("pending", ""):
+                    hi, _ = self._held_up(fault.replica, fault.start, self._ended_by(fault), "")
+                found.append(_Release("ended by an admin", ANY, fault.start, hi))
         found += self._expiries(found)
         return found
 
     def _ended_by(self, fault: Fault) -> float:
         """Until when an admin's word may take: turns that run end first."""
-        running = [self._ends[turn.id] for turn in self.turns if turn.start <= fault.end <= self._ends[turn.id]]
-        return max([fault.end, *running]) + GRACE + self.faults.rules.deadline
+        until = fault.end
+        for turn in self.turns:
+            if fault.replica in ("", turn.replica) and turn.start <= until:
+                until = max(until, self._ends[turn.id])  # each joins those that run there
+        return until + GRACE + self.faults.rules.deadline
 
     def _of_failed(self, turn: Sent) -> Iterator[_Release]:
         """Of a session's first turn that came to nothing."""
@@ -781,6 +811,27 @@ class _Session:
         pairs = [(turn, record) for turn in self.turns for record in self.records[turn.id] if turn.start < moment]
         return max((held[1] for pair in pairs if (held := self._surely_held(*pair)) is not None), default=math.inf)
 
+    def peers_that_knew(
+        self, turn: Sent, came: Served, places: dict[str, tuple[Sent, Served]], closed: float, outage: float
+    ) -> list[str]:
+        """Replicas that had served the session, since its last close was over at `closed`, before the turn came to its
+        own, and could be asked by it: both have found each other before the outage began."""
+        faults = self.faults
+        alone = faults.overlap("replica-killed", turn.replica, outage - MEETING, came.start)
+        if alone or faults.replica_disturbed(turn.replica, turn.start - LEFT_OUT, came.start):
+            return []
+        if faults.overlap("machine-slow", None, turn.start - LEFT_OUT, came.start):
+            return []
+        return [
+            replica
+            for replica, (there, _) in places.items()
+            if replica != turn.replica
+            and there.start >= closed
+            and self._ends[there.id] < turn.start
+            and not faults.overlap("replica-killed", replica, min(outage, there.start) - MEETING, came.start)
+            and not faults.overlap("replica-frozen", replica, turn.start - LEFT_OUT, came.start)
+        ]
+
     def idle(self, turn: Sent) -> bool:
         """Whether no turn was served in the TTL before."""
         ends = [self._ends[each.id] for each in self.turns if each.start < turn.start and self.records[each.id]]
@@ -877,8 +928,9 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
 
 def check_turns(session: _Session, verdict: Verdict) -> None:
     """Every turn gets one complete answer, of the worker that the answer names, which has run it once. Excused: those
-    on a replica that was killed meanwhile; 502, a broken stream or a cut one when their worker was; and what a sick
-    worker has answered, after which a turn may have run at one other."""
+    on a replica that was killed meanwhile; 502, a broken stream or a cut one when their worker was; what a sick worker
+    has answered, after which a turn may have run at one other; and what takes longer than a client waits, on a machine
+    that was slow."""
     faults = session.faults
     for turn in session.turns:
         records = session.records[turn.id]
@@ -904,6 +956,11 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
                 turn.outcome in ("cut", "broken") or (turn.outcome == "error" and turn.status == 502)
             ):
                 excuse = "worker killed"
+            elif turn.outcome == "timeout" and (
+                faults.overlap("machine-slow", turn.replica, turn.start, turn.end)
+                or faults.overlap("machine-slow", "", turn.start, turn.end)
+            ):
+                excuse = "machine slow"
             elif turn.status == 502 and any(
                 faults.overlap("worker-hung", worker, turn.start, turn.end) for worker in workers
             ):

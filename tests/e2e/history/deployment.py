@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import resource
 import subprocess
 import time
@@ -20,7 +19,7 @@ import msgspec
 from app.sessions.identity import KeyHasher
 from tests.e2e.history.checker import Rules, Served, Violation
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster
-from tests.support.processes import START_LIMIT, Process, Processes, metrics, total, wait_until
+from tests.support.processes import Process, Processes, metrics, total, wait_until
 from tests.support.tcp import TcpProxy
 from tests.support.wire import Cut, ask
 
@@ -40,7 +39,9 @@ COUNTERS = (
 MORE_DESCRIPTORS = 24
 """That a replica may have after a run beyond what it had when it was ready: keep-alive connections to three workers and
 to the store's members, and descriptors of calls that are under way."""
-QUIET_LIMIT = 10.0
+REVIVE_LIMIT = 240.0
+"""Seconds until a killed process serves again; it may be started while the store is away and the machine is busy."""
+QUIET_LIMIT = 30.0
 """Seconds within which everything has to come to rest after the last turn."""
 
 
@@ -125,16 +126,28 @@ class Deployment:
         if self._mount is not None:
             self._mount.communicate()
 
+    async def ready(self) -> None:
+        """Returns when every replica works with the store: what comes before is no fault of the nemesis."""
+
+        async def well() -> bool:
+            samples = [await metrics(replica) for replica in self.replicas]
+            return all(
+                total(each, "coatcheck_store_up") == total(each, "coatcheck_store_watching") == 1 for each in samples
+            )
+
+        await wait_until(well, REVIVE_LIMIT)
+
     async def revive(self, node: Node) -> None:
         """Start a killed node again; returns when it serves."""
         node.process = self._processes.start(node.name, *node.arguments)
         path = "/ready" if node in self.replicas else "/health"
-        give_up_at = time.monotonic() + START_LIMIT
-        while time.monotonic() < give_up_at:
+        give_up_at = time.monotonic() + REVIVE_LIMIT
+        while True:
             with contextlib.suppress(OSError, Cut, TimeoutError):
                 if (await ask(node.url, target=path)).status == 200:
                     break
             assert node.process.alive, node.process.output()
+            assert time.monotonic() < give_up_at, f"{node.name} does not come up again:\n{node.process.output()}"
             await asyncio.sleep(0.03)
         if node in self.replicas:
             node.descriptors = _descriptors(node)
@@ -145,6 +158,8 @@ class Deployment:
         for replica in self.replicas:
             with contextlib.suppress(OSError, Cut, TimeoutError):
                 said = await ask(replica.url, target="/admin/workers")
+                if said.status != 200:  # its port is somebody else's until it is started again
+                    continue
                 found += [
                     f"{replica.name}: {each}"
                     for each in said.json["workers"]
@@ -152,18 +167,14 @@ class Deployment:
                 ]
         return found
 
-    async def end_session(self, session: str, rng: random.Random) -> bool:
-        """An operator closes it, at the first replica that can, and asks again while that is pending; whether it is
-        done."""
-        for _ in range(10):
-            for replica in rng.sample(self.replicas, len(self.replicas)):
-                with contextlib.suppress(OSError, Cut, TimeoutError):
-                    said = await ask(replica.url, "DELETE", f"/admin/session?session={session}")
-                    if said.status == 200 and said.json["outcome"] != "pending":
-                        return True
-                    break
-            await asyncio.sleep(0.3)
-        return False
+    async def order_end(self, session: str, replica: Node) -> str:
+        """What the replica answers an operator who closes the session: closed, pending, gone or superseded; empty:
+        nothing, so that it may have been done."""
+        with contextlib.suppress(OSError, Cut, TimeoutError):
+            said = await ask(replica.url, "DELETE", f"/admin/session?session={session}")
+            if said.status == 200:
+                return str(said.json["outcome"])
+        return ""
 
     async def kill_worker(self, node: Node) -> None:
         """Take what it has recorded, then SIGKILL. What it does in the moment between is not known."""

@@ -192,10 +192,10 @@ class Load:
                 wire.chat(session=session, final=final, stream=stream, tokens=tokens, content=content, headers=headers)
                 try:
                     await _follow(wire, sent, tokens, leave or ("done" if leave_at_done else ""), rng)
+                except TimeoutError:  # an OSError, too
+                    sent.outcome, sent.end = "timeout", time.time()
                 except (Cut, OSError) as error:
                     sent.outcome, sent.note, sent.end = "cut", str(error), time.time()  # perhaps after `[DONE]`
-                except TimeoutError:
-                    sent.outcome, sent.end = "timeout", time.time()
                 if sent.end == float("inf"):
                     sent.end = time.time()
             return

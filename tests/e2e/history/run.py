@@ -65,6 +65,7 @@ async def run(
         stack.callback(deployment.stop)  # the store last: it goes when nobody needs it any more
         stack.enter_context(processes)
         await deployment.start()
+        await deployment.ready()
         urls = {replica.name: replica.url for replica in deployment.replicas}
         load = Load(urls, seed=seed, sessions=sessions, ttl=rules.ttl, lifetime=rules.lifetime, think_s=think_s)
         nemesis = Nemesis(deployment, load, seed=seed, pause_s=pause_s, only=only)
@@ -76,9 +77,9 @@ async def run(
         finally:
             load.end()
             await living
-        for fault in nemesis.faults:
+        for fault in list(nemesis.faults):
             if fault.kind == "claim-garbled" and fault.end == math.inf:
-                await deployment.end_session(fault.target, random.Random(seed))
+                await nemesis.end_session(fault.target, random.Random(seed))
         await load.close_all()
         leftovers = await deployment.leftovers()
         await deployment.collect()

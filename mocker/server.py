@@ -19,10 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from mocker import identity, kept, messages, turns, wire
-from mocker.engine import left_within
 from mocker.faults import Fault, FaultySend, reset_connection
 from mocker.records import Call
 from mocker.settings import MockSettings
+from mocker.waiting import left_within
 from mocker.wire import RequestError
 
 _PROBED = ("/health", "/v1/models")

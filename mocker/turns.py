@@ -17,11 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from mocker import identity, messages, outside, wire
 from mocker.cache import PrefixCache
-from mocker.engine import Completion, Engine, Metronome, Pace, left_now, left_within
 from mocker.faults import Fault, Faults, FaultySend, reset_connection
 from mocker.records import Recording, Turn, TurnLog
 from mocker.responses import ResponseAnswer, Responses
 from mocker.settings import MockSettings
+from mocker.voice import Completion, Voice
+from mocker.waiting import Metronome, Pace, left_now, left_within
 from mocker.wire import Answer, Ask, Finish, RequestError, Usage
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -52,7 +53,7 @@ class TurnService:
         self.log = TurnLog(settings.history)
         self.cache = PrefixCache(settings.cache_sessions)
         self.faults = Faults()
-        self.engine = Engine(settings.seed)
+        self.voice = Voice(settings.seed)
         self.metronome = Metronome()
         self.pace = Pace(settings.ttft_ms / 1000, settings.itl_ms / 1000)
         self.responses = Responses(self.new_id)
@@ -121,7 +122,7 @@ class TurnService:
             ask = api.parse(body)
             self.check_model(ask.model)
             if ask.compute is not None:
-                return 200, ask.compute(self.engine)
+                return 200, ask.compute(self.voice)
             assert ask.answer is not None
             tokens, finish = self.length(ask)
             texts = [each.text() for each in self.completions(ask, tokens)]
@@ -140,7 +141,7 @@ class TurnService:
 
     def completions(self, ask: Ask, tokens: int) -> list[Completion]:
         """One per choice; the first is as that of a request for one."""
-        return [self.engine.completion(ask.prompt, ask.seed + index, tokens) for index in range(ask.choices)]
+        return [self.voice.completion(ask.prompt, ask.seed + index, tokens) for index in range(ask.choices)]
 
     def new_id(self) -> str:
         """For an answer. As seeded as the rest, but different on every worker."""
@@ -239,7 +240,7 @@ class _RunningTurn:
         ask, service = self._ask, self._service
         if ask.compute is not None:
             if await self._due(self._pace.ttft):
-                await service.reply(self._send, 200, ask.compute(service.engine))
+                await service.reply(self._send, 200, ask.compute(service.voice))
                 self._complete()
             return
         assert ask.answer is not None

@@ -17,7 +17,7 @@ import msgspec
 
 from mocker import identity
 from mocker.cache import TOKEN_BYTES, count_tokens
-from mocker.engine import Engine
+from mocker.voice import Voice
 
 MAX_TOKENS = 1_000_000
 """Beyond this a request is refused: an answer that does not stream is built in memory."""
@@ -94,7 +94,7 @@ class Ask:
     prompt_tokens: int
     answer: Callable[[str], Answer] | None = None
     """Made with an id."""
-    compute: Callable[[Engine], bytes] | None = None
+    compute: Callable[[Voice], bytes] | None = None
     max_tokens: int | None = None
     """How long the answer is."""
     most_tokens: int | None = None
@@ -201,8 +201,8 @@ def parse_embedding(body: bytes) -> Ask:
     inputs = texts_of(request.input, "input")
     tokens = sum(map(count_tokens, inputs))
 
-    def compute(engine: Engine) -> bytes:
-        vectors = [engine.embedding(text, dimensions) for text in inputs]
+    def compute(voice: Voice) -> bytes:
+        vectors = [voice.embedding(text, dimensions) for text in inputs]
         as_base64 = request.encoding_format == "base64"
         return embedding_answer(request.model, vectors, as_base64=as_base64, prompt_tokens=tokens)
 

@@ -24,6 +24,7 @@ class _Tokenize(msgspec.Struct):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
 
 
 class _Detokenize(msgspec.Struct):
@@ -80,23 +81,25 @@ _parse_llama = wire.decoder(_Llama)
 
 
 def parse_tokenize(body: bytes) -> Ask:
+    """The tokens that the engine sees: of messages those of chat completions, of a prompt with `add_special_tokens`
+    those of completions."""
     request = _parse_tokenize(body)
     if request.messages is not None:
         text = wire.render_chat(request.messages)
     elif request.prompt is not None:
-        text = wire.utf8(request.prompt)
+        text = (wire.BOS if request.add_special_tokens else b"") + wire.utf8(request.prompt)
     else:
         raise RequestError(400, "prompt or messages must be given", param="prompt")
     ids = [int.from_bytes(text[at : at + TOKEN_BYTES], "little") for at in range(0, len(text), TOKEN_BYTES)]
     answer = {"count": len(ids), "max_model_len": wire.MAX_TOKENS, "tokens": ids, "token_strs": None}
-    return _at_once(request.model, text, lambda _: answer)
+    return _at_once(request.model, text, lambda _: answer, reads=False)
 
 
 def parse_detokenize(body: bytes) -> Ask:
     request = _parse_detokenize(body)
     (text,) = wire.texts_of(request.tokens, "tokens")
     answer = {"prompt": text.rstrip(b"\0").decode("utf-8", "replace")}
-    return _at_once(request.model, text, lambda _: answer)
+    return _at_once(request.model, text, lambda _: answer, reads=False)
 
 
 def parse_rerank(body: bytes) -> Ask:
@@ -220,12 +223,13 @@ PARSERS: Mapping[str, Callable[[bytes], Ask]] = {
 }
 
 
-def _at_once(model: str | None, read: bytes, answer: Callable[[Voice], Any]) -> Ask:
+def _at_once(model: str | None, read: bytes, answer: Callable[[Voice], Any], *, reads: bool = True) -> Ask:
     return Ask(
         model=model,
         prompt=read,
         prompt_tokens=count_tokens(read),
         compute=lambda voice: wire.encode(answer(voice)),
+        reads=reads,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.types import Message, Receive
@@ -40,14 +41,25 @@ class Metronome:
     TICK = 0.001
     """Seconds. Event loops do not time finer than that anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._due: dict[int, list[asyncio.Future[None]]] = {}
+        self._held_until = 0.0
+
+    @property
+    def held(self) -> bool:
+        """Nobody is woken now."""
+        return self._clock() < self._held_until
+
+    def hold(self, seconds: float) -> None:
+        """Wake nobody for so long; what falls due meanwhile comes at once then."""
+        self._held_until = self._clock() + seconds
 
     def until(self, due: float) -> asyncio.Future[None]:
-        """Await this to wait for the moment `due` of `time.monotonic`, or to let others go on if it has passed."""
+        """Await this to wait for the moment `due` of the clock, or to let others go on if it has passed."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        now = time.monotonic()
+        now = self._clock()
         tick = math.ceil(max(due, now) / self.TICK)
         waiters = self._due.get(tick)
         if waiters is not None:
@@ -61,9 +73,24 @@ class Metronome:
         return waiter
 
     def _wake(self, tick: int) -> None:
+        if self._held_until and self.held:
+            asyncio.get_running_loop().call_later(self._held_until - self._clock(), self._wake, tick)
+            return
         for waiter in self._due.pop(tick):
             if not waiter.done():
                 waiter.set_result(None)
+
+
+async def left_before(receive: Receive, done: Awaitable[None]) -> bool:
+    """Wait for `done`. True as soon as the client leaves. The request's body must have been read."""
+    leaving = asyncio.ensure_future(left_within(receive, None))
+    waiting = asyncio.ensure_future(done)
+    try:
+        await asyncio.wait((leaving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return leaving.done()
+    finally:
+        leaving.cancel()
+        waiting.cancel()
 
 
 async def left_within(receive: Receive, seconds: float | None) -> bool:

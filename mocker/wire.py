@@ -108,6 +108,10 @@ class Ask:
     """The id by which the answer is kept here, and its conversation cached if nothing else names a session."""
     named: identity.Named | None = None
     """The session, as the body says it."""
+    salt: str = ""
+    """Prompts with another share no blocks with it."""
+    reads: bool = True
+    """The model is needed for it; False: only its tokens are counted."""
 
 
 class _StreamOptions(msgspec.Struct):
@@ -130,6 +134,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     seed: int | None = None
     prompt_cache_key: Any = None
     metadata: Any = None
+    cache_salt: str | None = None
 
 
 class _Chat(_Generation, kw_only=True):
@@ -227,6 +232,7 @@ def _ask(request: _Generation, prompt: bytes, shape: AnswerShape) -> Ask:
         seed=request.seed or 0,
         stream=bool(request.stream),
         named=identity.of_body(request.prompt_cache_key, request.metadata),
+        salt=request.cache_salt or "",
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 Chain = Sequence[int]
 """The hashes of a sequence's full blocks. What stands in it never changes; it may grow."""
@@ -25,7 +25,7 @@ Chain = Sequence[int]
 class Listener(Protocol):
     """Is told what becomes of cached blocks."""
 
-    def stored(self, owner: object, start: int, end: int) -> None:
+    def stored(self, owner: Any, start: int, end: int) -> None:
         """The blocks from number `start` to before `end` of the owner's chain are cached now."""
 
     def removed(self, hashes: list[int]) -> None:
@@ -132,7 +132,7 @@ class BlockCache:
         self.free += count
         self.held -= count
 
-    def publish(self, run: Run, owner: object, chain: Chain, end: int) -> Run:
+    def publish(self, run: Run, owner: Any, chain: Chain, end: int) -> Run:
         """The owner, who uses `run`, has filled its own blocks up to before number `end`: they are cached from now on,
         and used by it. Returns the run to `leave` in place of the given one. Of those that others have cached
         meanwhile its own are free again."""

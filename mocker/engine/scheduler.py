@@ -76,14 +76,11 @@ class Plan:
     growth: float
     chunks: list[tuple[Job, int]]
     """Prompts that are computed in it, each with how many tokens."""
+    end: float = 0.0
 
     def after(self, steps: int) -> float:
         """When so many of its steps are done."""
         return self.start + steps * self.first + self.growth * (steps * (steps - 1) / 2)
-
-    @property
-    def end(self) -> float:
-        return self.after(self.steps)
 
 
 @dataclass(slots=True)
@@ -134,6 +131,7 @@ class Scheduler:
         self._ends: list[tuple[int, int, Job]] = []
         """The step after which each ends; some are out of date."""
         self._number = count()
+        self._size = profile.block_size
         self._plan: Plan | None = None
         self._leaving: list[Job] = []
 
@@ -202,6 +200,7 @@ class Scheduler:
         self._time(plan)
         if most > 1 and not plan.chunks and not preempted:
             plan.steps = self._alike(most)
+        plan.end = plan.after(plan.steps)
         self._plan = plan
         return plan
 
@@ -218,6 +217,7 @@ class Scheduler:
             else:
                 low = middle + 1
         plan.steps = low
+        plan.end = plan.after(low)
 
     def end(self) -> Done:
         """The plan has been carried out."""
@@ -230,10 +230,11 @@ class Scheduler:
             self.counters.generated += steps * self._generating
             self._context += steps * self._generating
         self._steps += steps
-        for job in self._leaving:
-            if job.running:
-                self._stop(job)
-        self._leaving.clear()
+        if self._leaving:
+            for job in self._leaving:
+                if job.running:
+                    self._stop(job)
+            self._leaving.clear()
         for job, _ in plan.chunks:
             if job.running and job.computed == job.prompt + job.said:
                 del self._prefilling[job]
@@ -250,10 +251,12 @@ class Scheduler:
     def _give_blocks(self) -> bool:
         """To those that generate, where a block is full. Returns whether somebody was preempted."""
         preempted = False
-        while self._due[self._steps % self.profile.block_size] > self.cache.room:
+        step = self._steps % self._size
+        while self._due[step] > self.cache.room:
             self._preempt()
             preempted = True
-        self.cache.take(self._due[self._steps % self.profile.block_size])
+        if self._due[step]:
+            self.cache.take(self._due[step])
         return preempted
 
     def _go_on(self, plan: Plan, budget: int) -> tuple[int, bool]:
@@ -385,7 +388,8 @@ class Scheduler:
             heappop(ends)
         steps = min(most, ends[0][0] - self._steps)
         room, after = self.cache.room, self._steps + 1
-        if self._blocks_for(after, steps - 1) <= room:
+        most_blocks = self._generating * (1 + steps // self.profile.block_size)
+        if most_blocks <= room or self._blocks_for(after, steps - 1) <= room:
             return steps
         low, high = 1, steps - 1
         while low < high:

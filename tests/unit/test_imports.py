@@ -26,6 +26,7 @@ STARTERS = {
     "app.up",
     "app.children",
     "app.register",
+    "app.simulate",
     "app.reloading",
 }
 """They start processes and read settings; what they may know is not the data plane's concern."""

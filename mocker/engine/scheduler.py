@@ -14,6 +14,7 @@ steps.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -209,15 +210,16 @@ class Scheduler:
         plan = self._plan
         if plan is None or plan.steps == 1 or plan.after(plan.steps - 1) < now:
             return
-        low, high = 1, plan.steps
-        while low < high:
-            middle = (low + high) // 2
-            if plan.after(middle) >= now:
-                high = middle
-            else:
-                low = middle + 1
-        plan.steps = low
-        plan.end = plan.after(low)
+        # Where the sum of the steps (a quadratic of their number) reaches `now`; rounding may be a step off.
+        first, growth, past = plan.first, plan.growth, now - plan.start
+        root = math.sqrt((first - growth / 2) ** 2 + 2 * growth * max(past, 0.0))
+        steps = max(1, min(plan.steps, int(2 * past / (first - growth / 2 + root))))
+        while steps > 1 and plan.after(steps - 1) >= now:
+            steps -= 1
+        while plan.after(steps) < now:
+            steps += 1
+        plan.steps = steps
+        plan.end = plan.after(steps)
 
     def end(self) -> Done:
         """The plan has been carried out."""

@@ -3,6 +3,7 @@ the whole worker."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -532,6 +533,26 @@ def test_options_of_the_engine_that_do_not_fit_are_explained(
 ) -> None:
     assert cli.main(["--port", "0", *options]) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_each_worker_and_rank_has_ports_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    words = [
+        "--profile",
+        "quick",
+        "--count",
+        "2",
+        "--dp-size",
+        "3",
+        "--kv-events-port",
+        "6000",
+        "--kv-replay-port",
+        "7000",
+    ]
+    where = cli._settings(parser.parse_args(words), 9002, 1).kv_events
+    assert where is not None
+    assert (where.port, where.replay_port) == (6003, 7003)
 
 
 def test_a_port_for_events_in_use_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:

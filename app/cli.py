@@ -22,6 +22,7 @@ _COMMANDS = {
     "sessions": "list, show and close sessions of a running router",
     "workers": "list the workers of a running router, add and remove, cordon and drain them",
     "replicas": "list the replicas that share a running router's claims, and in what they differ",
+    "simulate": "try policies on a simulated fleet, with a trace or made-up agents",
     "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
 }
@@ -98,6 +99,10 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
             registering.add_arguments(parser)
             parser.set_defaults(run=_register)
+        case "simulate":
+            from app import simulate
+
+            simulate.add_arguments(parser)
         case "key":
             parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
             parser.set_defaults(run=_make_key)

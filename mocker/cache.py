@@ -35,6 +35,10 @@ class PrefixCache:
         """How many sessions it knows."""
         return len(self._sessions)
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._sessions.clear()
+
     def cached_tokens(self, session: str, model: str, rank: int | None, prompt: bytes) -> int:
         """How many of the prompt's tokens need no prefill: the longest prefix that it shares with what is held."""
         held = self._sessions.get(session, {}).get((model, rank), ())

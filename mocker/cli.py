@@ -12,14 +12,17 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 
+from mocker.engine.profile import Profile, load, names, resized
+from mocker.faults import Fault
 from mocker.server import MockWorker, create_mock
-from mocker.settings import MockSettings
+from mocker.settings import KvEvents, MockSettings
 
 STOP_GRACE = 0.5
 """Seconds that running turns get to end by themselves when the workers stop."""
@@ -76,6 +79,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sessions in the simulated KV cache (default: %(default)s)",
     )
     parser.add_argument("--api-key", type=_text, help="ask for this bearer token on /v1/*")
+    parser.add_argument(
+        "--fault",
+        action="append",
+        type=_fault,
+        default=[],
+        help="order this at start (see /mock/faults); repeatable",
+    )
+    _add_engine(parser)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the engine")
+    group.add_argument(
+        "--profile",
+        type=_text,
+        default="flat",
+        help=f"what is simulated: {', '.join(names())}, a path of a .toml file, or flat, which is --ttft-ms and "
+        "--itl-ms without an engine (default: %(default)s)",
+    )
+    group.add_argument("--block-size", type=_integer(1, 4096), help="tokens of a block (default: the profile's)")
+    group.add_argument("--kv-blocks", type=_integer(1), help="blocks of each rank (default: the profile's)")
+    group.add_argument("--max-queued", type=_integer(0), help="answers 503 beyond so many requests (0: any number)")
+    group.add_argument(
+        "--startup-s", type=_seconds, help="loads its model for so long, and answers 503 (default: the profile's)"
+    )
+    group.add_argument(
+        "--speed", type=_seconds, default=_DEFAULTS["speed"], help="how much faster time passes (default: %(default)s)"
+    )
+    group.add_argument(
+        "--kv-events-port",
+        type=_integer(0, 65535),
+        help="publish KV events as vLLM does: rank n at this port plus n, the next worker after those; 0: any",
+    )
+    group.add_argument(
+        "--kv-replay-port", type=_integer(0, 65535), help="answer there who has missed some, in the same way"
+    )
+    group.add_argument("--kv-events-topic", default="", help="of the events (default: none)")
+    group.add_argument("--kv-events-old", action="store_true", help="events are arrays, as before vLLM 0.24")
 
 
 Beside = Callable[[Sequence[tuple[MockWorker, str]]], AbstractAsyncContextManager[None]]
@@ -95,9 +136,13 @@ def run(args: argparse.Namespace, beside: Beside = lambda workers: contextlib.nu
             except OSError as error:
                 return _fail(1, f"cannot listen on {args.host}:{port}: {error.strerror or error}")
             try:
-                workers.append((create_mock(_settings(args, listener.getsockname()[1])), listener))
+                worker = create_mock(_settings(args, listener.getsockname()[1], index))
             except ValueError as error:
                 return _fail(2, str(error))
+            except OSError as error:
+                return _fail(1, f"cannot listen: {error.strerror or error}")
+            workers.append((worker, listener))
+            stack.callback(worker.close)
         _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve_until_signal(workers, beside))
@@ -142,11 +187,32 @@ class _Server(uvicorn.Server):
         )
         self.worker = worker
         self.listener = listener
+        self._refusing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        self.worker.started(self.refuse)
         settings = self.worker.settings
         print(f"{settings.name} serves {', '.join(settings.models)} at {_url(self.listener)}", flush=True)
+
+    def refuse(self, seconds: float) -> None:
+        """New connections for so long."""
+        if self._refusing is None or self._refusing.done():
+            host, port = self.listener.getsockname()[:2]
+            for server in self.servers:
+                server.close()
+            self.listener.close()
+            self._refusing = asyncio.create_task(self.listen_again(host, port, seconds))
+
+    async def listen_again(self, host: str, port: int, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        self.listener = listen(host, port)
+        await super().startup([self.listener])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._refusing is not None:
+            self._refusing.cancel()
+        await super().shutdown([*(sockets or ()), self.listener])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -174,7 +240,8 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _settings(args: argparse.Namespace, port: int) -> MockSettings:
+def _settings(args: argparse.Namespace, port: int, index: int) -> MockSettings:
+    """Of the worker with that index. Raises ValueError."""
     name = f"mock-{port}"
     if args.name is not None:
         name = args.name if args.count == 1 else f"{args.name}-{port}"
@@ -189,6 +256,43 @@ def _settings(args: argparse.Namespace, port: int) -> MockSettings:
         history=args.history,
         cache_sessions=args.cache_sessions,
         api_key=args.api_key,
+        profile=_profile(args),
+        speed=args.speed,
+        startup_s=args.startup_s,
+        kv_events=_kv_events(args, index),
+        faults=tuple(args.fault),
+    )
+
+
+def _profile(args: argparse.Namespace) -> Profile | None:
+    if args.profile == "flat":
+        for flag, value in (
+            ("--block-size", args.block_size),
+            ("--kv-blocks", args.kv_blocks),
+            ("--max-queued", args.max_queued),
+        ):
+            if value is not None:
+                raise ValueError(f"{flag} needs a --profile: without one there is no engine")
+        return None
+    profile = resized(load(args.profile), blocks=args.kv_blocks, block_size=args.block_size)
+    return profile if args.max_queued is None else replace(profile, max_queued=args.max_queued)
+
+
+def _kv_events(args: argparse.Namespace, index: int) -> KvEvents | None:
+    if args.kv_events_port is None:
+        if args.kv_replay_port is not None:
+            raise ValueError("--kv-replay-port needs a --kv-events-port")
+        return None
+    before = index * args.dp_size
+    for port in (args.kv_events_port, args.kv_replay_port or 0):
+        if port + before + args.dp_size - 1 > 65535:
+            raise ValueError(f"ports for KV events from {port} on: the last one would be above 65535")
+    return KvEvents(
+        host=args.host,
+        port=args.kv_events_port and args.kv_events_port + before,
+        replay_port=args.kv_replay_port and args.kv_replay_port + before,
+        topic=args.kv_events_topic,
+        old=args.kv_events_old,
     )
 
 
@@ -227,6 +331,23 @@ def _milliseconds(text: str) -> float:
     if not math.isfinite(number) or number < 0:
         raise argparse.ArgumentTypeError(f"must be a number of milliseconds, 0 or more, not {text!r}")
     return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, not {text!r}")
+    return number
+
+
+def _fault(text: str) -> Fault:
+    try:
+        return msgspec.json.decode(text, type=Fault)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _text(text: str) -> str:

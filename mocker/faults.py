@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from starlette.types import Message, Send
 
-Mode = Literal["status", "hang", "reset", "slow", "cut", "fail"]
+Mode = Literal["status", "hang", "reset", "slow", "cut", "fail", "drop", "crash", "freeze", "load", "refuse"]
+AT_ONCE = ("freeze", "load", "refuse")
+"""What befalls the worker as soon as it is ordered, and no request."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -31,6 +33,15 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
       A stream with no more events is cut in place of its end. What does not stream is cut in the middle of its body.
     - `fail`: say after `after_tokens` tokens (in place of the end at the latest) in the API's own way that the answer
       failed, and end. What does not stream is answered with 500.
+    - `drop`: answer, and then close the connection without having said that it will be.
+    - `crash`: reset the connections of all running turns and lose what is cached, as when the process has died; what is
+      asked in the next `seconds` is answered as while loading.
+
+    Some are no request's but the worker's, and begin when they are ordered:
+
+    - `freeze`: answer nothing and say no token for `seconds`; what was due meanwhile comes then.
+    - `load`: answer 503 for `seconds`, probes as well, since the model is being loaded.
+    - `refuse`: refuse new connections for `seconds`.
     """
 
     mode: Mode
@@ -45,6 +56,9 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ttft_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     end_ms: Milliseconds = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 1.0
+    contains: str = ""
+    """Hits only turns in whose prompt this is (a prompt that kills whoever reads it); other requests pass it by."""
     probes: bool = False
     """Probes suffer it too, as long as it is the first order, and are not counted in `times`."""
 
@@ -58,11 +72,13 @@ class Faults:
     def order(self, fault: Fault) -> None:
         self._orders.append(fault)
 
-    def take(self) -> Fault | None:
+    def take(self, prompt: bytes = b"") -> Fault | None:
         """The fault that the request that begins now must suffer."""
         if not self._orders:
             return None
         fault = self._orders[0]
+        if fault.contains and fault.contains.encode() not in prompt:
+            return None
         if fault.times is not None:
             fault.times -= 1
             if not fault.times:
@@ -82,7 +98,7 @@ class Faults:
 
 
 class FaultySend:
-    """An ASGI `send` whose answer suffers `cut`, or the late end of `slow`. What comes after a cut is dropped."""
+    """An ASGI `send` whose answer suffers `cut`, `drop`, or the late end of `slow`. What comes after a cut is lost."""
 
     def __init__(self, send: Send, fault: Fault) -> None:
         self._send = send
@@ -105,6 +121,11 @@ class FaultySend:
                 return
             if not message.get("more_body", False):
                 await self._break(message.get("body", b""))
+                return
+        elif self._fault.mode == "drop":
+            if not message.get("more_body", False):
+                await self._send(message)
+                _transport(self._send).close()
                 return
         elif self._streams and not message.get("more_body", False):
             await asyncio.sleep(self._fault.end_ms / 1000)

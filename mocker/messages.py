@@ -69,7 +69,7 @@ def parse_count(body: bytes) -> Ask:
     prompt = _render(request)
     tokens = count_tokens(prompt)
     counted = wire.encode({"input_tokens": tokens})
-    return Ask(model=request.model, prompt=prompt, prompt_tokens=tokens, compute=lambda _: counted)
+    return Ask(model=request.model, prompt=prompt, prompt_tokens=tokens, compute=lambda _: counted, reads=False)
 
 
 def _render(request: _Prompt) -> bytes:

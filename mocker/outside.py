@@ -13,7 +13,7 @@ import msgspec
 
 from mocker import wire
 from mocker.cache import TOKEN_BYTES, count_tokens
-from mocker.engine import Engine
+from mocker.voice import Voice
 from mocker.wire import Ask, Finish, Message, RequestError, Usage
 
 _DIMENSIONS = 8
@@ -24,6 +24,7 @@ class _Tokenize(msgspec.Struct):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
 
 
 class _Detokenize(msgspec.Struct):
@@ -80,31 +81,33 @@ _parse_llama = wire.decoder(_Llama)
 
 
 def parse_tokenize(body: bytes) -> Ask:
+    """The tokens that the engine sees: of messages those of chat completions, of a prompt with `add_special_tokens`
+    those of completions."""
     request = _parse_tokenize(body)
     if request.messages is not None:
         text = wire.render_chat(request.messages)
     elif request.prompt is not None:
-        text = wire.utf8(request.prompt)
+        text = (wire.BOS if request.add_special_tokens else b"") + wire.utf8(request.prompt)
     else:
         raise RequestError(400, "prompt or messages must be given", param="prompt")
     ids = [int.from_bytes(text[at : at + TOKEN_BYTES], "little") for at in range(0, len(text), TOKEN_BYTES)]
     answer = {"count": len(ids), "max_model_len": wire.MAX_TOKENS, "tokens": ids, "token_strs": None}
-    return _at_once(request.model, text, lambda _: answer)
+    return _at_once(request.model, text, lambda _: answer, reads=False)
 
 
 def parse_detokenize(body: bytes) -> Ask:
     request = _parse_detokenize(body)
     (text,) = wire.texts_of(request.tokens, "tokens")
     answer = {"prompt": text.rstrip(b"\0").decode("utf-8", "replace")}
-    return _at_once(request.model, text, lambda _: answer)
+    return _at_once(request.model, text, lambda _: answer, reads=False)
 
 
 def parse_rerank(body: bytes) -> Ask:
     request = _parse_rerank(body)
     query = wire.utf8(request.query)
 
-    def answer(engine: Engine) -> Any:
-        scores = [_score(engine, query, wire.utf8(text)) for text in request.documents]
+    def answer(voice: Voice) -> Any:
+        scores = [_score(voice, query, wire.utf8(text)) for text in request.documents]
         found = [
             {"index": index, "document": {"text": request.documents[index]}, "relevance_score": scores[index]}
             for index in sorted(range(len(scores)), key=lambda index: -scores[index])
@@ -127,7 +130,7 @@ def parse_score(body: bytes) -> Ask:
         request.model,
         b"".join(ones + others),
         "score",
-        lambda engine: [{"score": _score(engine, one, other)} for one, other in zip(ones, others, strict=True)],
+        lambda voice: [{"score": _score(voice, one, other)} for one, other in zip(ones, others, strict=True)],
     )
 
 
@@ -138,7 +141,7 @@ def parse_pooling(body: bytes) -> Ask:
         request.model,
         b"".join(inputs),
         "pooling",
-        lambda engine: [{"data": engine.embedding(text, _DIMENSIONS)} for text in inputs],
+        lambda voice: [{"data": voice.embedding(text, _DIMENSIONS)} for text in inputs],
     )
 
 
@@ -146,8 +149,8 @@ def parse_classify(body: bytes) -> Ask:
     request = _parse_input(body)
     inputs = wire.texts_of(request.input, "input")
 
-    def classify(engine: Engine) -> list[dict[str, Any]]:
-        chances = [_score(engine, text, b"") for text in inputs]
+    def classify(voice: Voice) -> list[dict[str, Any]]:
+        chances = [_score(voice, text, b"") for text in inputs]
         return [
             {"label": _LABELS[chance >= 0.5], "probs": [1 - chance, chance], "num_classes": len(_LABELS)}
             for chance in chances
@@ -220,34 +223,35 @@ PARSERS: Mapping[str, Callable[[bytes], Ask]] = {
 }
 
 
-def _at_once(model: str | None, read: bytes, answer: Callable[[Engine], Any]) -> Ask:
+def _at_once(model: str | None, read: bytes, answer: Callable[[Voice], Any], *, reads: bool = True) -> Ask:
     return Ask(
         model=model,
         prompt=read,
         prompt_tokens=count_tokens(read),
-        compute=lambda engine: wire.encode(answer(engine)),
+        compute=lambda voice: wire.encode(answer(voice)),
+        reads=reads,
     )
 
 
-def _listed(model: str | None, read: bytes, kind: str, results: Callable[[Engine], list[dict[str, Any]]]) -> Ask:
+def _listed(model: str | None, read: bytes, kind: str, results: Callable[[Voice], list[dict[str, Any]]]) -> Ask:
     """vLLM's list of results, one per input."""
     usage = {"prompt_tokens": count_tokens(read), "total_tokens": count_tokens(read), "completion_tokens": 0}
     return _at_once(
         model,
         read,
-        lambda engine: {
+        lambda voice: {
             "id": f"{kind}-mock",
             "object": "list",
             "model": model,
-            "data": [{"index": index, "object": kind, **each} for index, each in enumerate(results(engine))],
+            "data": [{"index": index, "object": kind, **each} for index, each in enumerate(results(voice))],
             "usage": usage,
         },
     )
 
 
-def _score(engine: Engine, one: bytes, other: bytes) -> float:
+def _score(voice: Voice, one: bytes, other: bytes) -> float:
     """From 0 to 1, the same for the same two texts on every worker."""
-    return (engine.embedding(one + b"\0" + other, 2)[0] + 1) / 2
+    return (voice.embedding(one + b"\0" + other, 2)[0] + 1) / 2
 
 
 class SGLangAnswer:

@@ -111,12 +111,13 @@ class Recording:
 
     def __init__(self, log: TurnLog, turn: Turn) -> None:
         self._log = log
-        self._detached = False
+        self.detached = False
+        """It goes on when this is left."""
         self.turn = turn
 
     def detach(self) -> None:
         """The turn goes on when this is left. Who calls this must `complete` or `abort` it."""
-        self._detached = True
+        self.detached = True
 
     def complete(self) -> None:
         """The whole answer has been handed to the transport."""
@@ -130,5 +131,5 @@ class Recording:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._detached:
+        if not self.detached:
             self.abort()

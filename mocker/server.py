@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,14 +19,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from mocker import identity, kept, messages, turns, wire
-from mocker.engine import left_within
+from mocker import identity, kept, messages, metrics, turns, wire
 from mocker.faults import Fault, FaultySend, reset_connection
 from mocker.records import Call
 from mocker.settings import MockSettings
+from mocker.waiting import left_within
 from mocker.wire import RequestError
 
-_PROBED = ("/health", "/v1/models")
+_PROBED = ("/health", "/v1/models", "/metrics")
 
 
 def create_mock(settings: MockSettings) -> MockWorker:
@@ -42,6 +43,7 @@ class MockWorker(FastAPI):
         self._turns = turns.TurnService(settings)
         self._name_header = (turns.NAME_HEADER.encode(), settings.name.encode())
         self._asleep = False
+        self._refuse: Callable[[float], None] = lambda seconds: None
         self._calls: deque[Call] = deque(maxlen=settings.history)
         service = self._turns
         self._serve_api()
@@ -52,8 +54,12 @@ class MockWorker(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
+        if self._turns.metronome.held and not path.startswith("/mock/"):
+            await self._turns.metronome.until(0)
         if scope["type"] == "http" and path in self._turns.apis:
             await self._turns(scope, receive, send)
+        elif scope["type"] == "http" and not self._turns.loaded and not path.startswith("/mock/"):
+            await self._suffer(Fault(mode="load"), scope, receive, send, self._naming(send))
         elif scope["type"] == "http" and path in _PROBED and (fault := self._turns.faults.of_probes()) is not None:
             await self._suffer(fault, scope, receive, send, self._naming(send))
         elif scope["type"] != "http" or path in _PROBED or path.startswith("/mock/"):
@@ -102,6 +108,13 @@ class MockWorker(FastAPI):
                     raise turns.ordered(status, more)
                 case Fault(mode="fail"):
                     raise turns.ordered(500)
+                case Fault(mode="load"):
+                    self._turns.check_loaded()
+                case Fault(mode="crash", seconds=seconds):
+                    self._turns.crash(seconds)
+                    reset_connection(send)
+                    await left_within(receive, None)
+                    return
                 case Fault(mode="hang"):
                     await left_within(receive, None)
                     return
@@ -123,6 +136,31 @@ class MockWorker(FastAPI):
     def reset_running_turns(self) -> None:
         """Reset the connections of all running turns, which are recorded as aborted. For a quick stop."""
         self._turns.reset_running()
+
+    def order(self, fault: Fault) -> None:
+        """For the requests to come; or, where it is the worker's own, from now on."""
+        match fault:
+            case Fault(mode="freeze", seconds=seconds):
+                self._turns.metronome.hold(seconds)
+            case Fault(mode="load", seconds=seconds):
+                self._turns.load(seconds)
+            case Fault(mode="refuse", seconds=seconds):
+                self._refuse(seconds)
+            case _:
+                self._turns.faults.order(fault)
+
+    def started(self, refuse: Callable[[float], None]) -> None:
+        """It is being served from now on, in the running loop. `refuse` has new connections refused for so long."""
+        self._refuse = refuse
+        for publisher in self._turns.publishers:
+            publisher.serve(asyncio.get_running_loop())
+        for fault in self.settings.faults:
+            self.order(msgspec.structs.replace(fault))
+
+    def close(self) -> None:
+        """Its ports beside the one that it is served on are free again."""
+        for publisher in self._turns.publishers:
+            publisher.close()
 
     def _naming(self, send: Send) -> Send:
         async def named(message: Message) -> None:
@@ -155,6 +193,10 @@ class MockWorker(FastAPI):
         @self.get("/health")
         async def health() -> Response:
             return _json({"status": "ok"})
+
+        @self.get("/metrics")
+        async def engine_metrics() -> Response:
+            return Response(metrics.exposition(self._turns), media_type="text/plain; version=0.0.4")
 
     def _serve_management(self) -> None:
         """Paths that change a worker. Adapters and sleep are remembered; the rest only leaves its record."""
@@ -190,6 +232,13 @@ class MockWorker(FastAPI):
         async def is_sleeping() -> Response:
             return _json({"is_sleeping": self._asleep})
 
+        @self.post("/reset_prefix_cache")
+        async def reset_prefix_cache() -> Response:
+            """As in vLLM it is 200 when nothing is done, since something runs."""
+            for rank in service.ranks:
+                rank.clear()
+            return Response()
+
         @self.post("/collective_rpc")
         async def collective_rpc() -> Response:
             return _json({"results": [None]})
@@ -206,6 +255,10 @@ class MockWorker(FastAPI):
             return _json(
                 {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
             )
+
+        @self.get("/mock/engine")
+        async def engine() -> Response:
+            return _json({"ranks": metrics.state(self._turns)})
 
         @self.get("/mock/turns")
         async def list_turns(session: str | None = None) -> Response:
@@ -232,7 +285,7 @@ class MockWorker(FastAPI):
         @self.post("/mock/faults")
         async def order_fault(request: Request) -> Response:
             try:
-                faults.order(msgspec.json.decode(await request.body(), type=Fault))
+                self.order(msgspec.json.decode(await request.body(), type=Fault))
             except msgspec.DecodeError as error:
                 raise RequestError(400, str(error)) from error
             return _json({"faults": faults.pending()})

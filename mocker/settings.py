@@ -5,6 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from mocker.engine.profile import Profile
+from mocker.faults import Fault
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvEvents:
+    """Where a worker publishes what becomes of its blocks: rank n at the ports plus n, as vLLM does it."""
+
+    port: int
+    """0: any."""
+    host: str = "127.0.0.1"
+    replay_port: int | None = None
+    """Where what was missed is asked for; None: nowhere. 0: any."""
+    topic: str = ""
+    old: bool = False
+    """Events are arrays, as before vLLM 0.24."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MockSettings:
@@ -30,6 +47,24 @@ class MockSettings:
     api_key: str | None = None
     """When set, `/v1/*` wants it as a bearer token."""
 
+    profile: Profile | None = None
+    """What the worker simulates; None: `ttft_ms` and `itl_ms`, whatever else it does, and a cache for each session."""
+    speed: float = 1.0
+    """How much faster than in the world time passes in it."""
+    startup_s: float | None = None
+    """Seconds of its time in which it answers 503, since its model is being loaded; None: as the profile says."""
+    kv_events: KvEvents | None = None
+    faults: tuple[Fault, ...] = ()
+    """Ordered as soon as it is served."""
+
+    @property
+    def loading(self) -> float:
+        """Seconds from a start until it is ready."""
+        startup = self.startup_s
+        if startup is None:
+            startup = 0.0 if self.profile is None else self.profile.startup
+        return startup / self.speed
+
     def __post_init__(self) -> None:
         if not self.name or not self.name.isascii() or not self.name.isprintable():
             raise ValueError("name must be printable ASCII and not empty")
@@ -48,5 +83,11 @@ class MockSettings:
         ):
             if number < 1:
                 raise ValueError(f"{label} must be 1 or more")
+        if not math.isfinite(self.speed) or self.speed <= 0:
+            raise ValueError("speed must be more than 0")
+        if self.startup_s is not None and (not math.isfinite(self.startup_s) or self.startup_s < 0):
+            raise ValueError("startup_s must be a number of seconds, 0 or more")
+        if self.kv_events is not None and self.profile is None:
+            raise ValueError("KV events need a profile: without one there are no blocks")
         if self.api_key == "":
             raise ValueError("api_key must not be empty")

@@ -15,13 +15,17 @@ from dataclasses import dataclass
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
 
-from mocker import identity, messages, outside, wire
+from mocker import identity, live, messages, outside, wire
 from mocker.cache import PrefixCache
-from mocker.engine import Completion, Engine, Metronome, Pace, left_now, left_within
+from mocker.engine.scheduler import QueueFull, TooLong
+from mocker.events import publishers_of
 from mocker.faults import Fault, Faults, FaultySend, reset_connection
+from mocker.flow import Computed, Flow, Paced
 from mocker.records import Recording, Turn, TurnLog
 from mocker.responses import ResponseAnswer, Responses
 from mocker.settings import MockSettings
+from mocker.voice import Completion, Voice
+from mocker.waiting import Metronome, Pace, left_now, left_within
 from mocker.wire import Answer, Ask, Finish, RequestError, Usage
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -47,14 +51,20 @@ class ClientLeft(Exception):
 class TurnService:
     """What the turns of one worker share, and the ASGI app that serves them."""
 
-    def __init__(self, settings: MockSettings) -> None:
+    def __init__(self, settings: MockSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises OSError when a port for KV events is taken."""
         self.settings = settings
+        self.clock = clock
         self.log = TurnLog(settings.history)
         self.cache = PrefixCache(settings.cache_sessions)
         self.faults = Faults()
-        self.engine = Engine(settings.seed)
-        self.metronome = Metronome()
-        self.pace = Pace(settings.ttft_ms / 1000, settings.itl_ms / 1000)
+        self.voice = Voice(settings.seed)
+        self.metronome = Metronome(clock)
+        self.pace = Pace(settings.ttft_ms / settings.speed / 1000, settings.itl_ms / settings.speed / 1000)
+        self.publishers = publishers_of(settings)
+        self.ranks = live.ranks_of(settings, self.metronome, clock, self.publishers)
+        """Empty: it has no engine, and its pace is set."""
+        self._ready_at = clock() + settings.loading
         self.responses = Responses(self.new_id)
         self.adapters: set[str] = set()
         """The names of loaded LoRA adapters: models that this worker serves beside its own."""
@@ -80,21 +90,25 @@ class TurnService:
             self.authorise(scope["path"], headers)
             ask = api.parse(await read_body(receive))
             model = self.check_model(ask.model)
+            self.check_loaded()
             turn = self._admit(scope, headers, ask, model)
+            fault = self.faults.take(ask.prompt)
+            flow = self._flow(ask, turn, fault)
         except RequestError as error:
             await self.reply(send, error.status, api.error(error), error.headers)
         except ClientLeft:
             pass
         else:
-            fault = self.faults.take()
             turn.fault = None if fault is None else fault.mode
-            # Nothing awaits between here and the block that ends the record.
+            # Nothing awaits between the flow's making and the block that ends it, and the record.
             with self.log.record(turn) as recording:
                 self._senders.add(send)
                 try:
-                    await _RunningTurn(self, recording, api, ask, fault, receive, send).run(scope)
+                    await _RunningTurn(self, recording, api, ask, fault, flow, receive, send).run(scope)
                 finally:
                     self._senders.discard(send)
+                    if not recording.detached:
+                        flow.close()
 
     def authorise(self, path: str, headers: Mapping[str, str]) -> None:
         """Raises RequestError if the worker wants a key for this path and these headers have not got it."""
@@ -103,6 +117,28 @@ class TurnService:
             return
         if headers.get("authorization") != f"Bearer {expected}":
             raise RequestError(401, "Incorrect API key provided.", code="invalid_api_key")
+
+    @property
+    def loaded(self) -> bool:
+        return self.clock() >= self._ready_at
+
+    def check_loaded(self) -> None:
+        """Raises RequestError as long as the model is being loaded, as llama.cpp's server says it."""
+        if not self.loaded:
+            raise RequestError(503, "Loading model", code="unavailable_error", headers={"retry-after": "1"})
+
+    def load(self, seconds: float) -> None:
+        """It is being loaded, from now on for so long."""
+        self._ready_at = self.clock() + seconds
+
+    def crash(self, seconds: float) -> None:
+        """As when the process is gone and another comes in its place, which is ready after `seconds`: connections are
+        reset, and what was cached is lost."""
+        for rank in self.ranks:
+            rank.restart()
+        self.cache.clear()
+        self.reset_running()
+        self.load(seconds)
 
     def check_model(self, model: str | None) -> str:
         """The model that serves a request for `model`. Raises RequestError if the worker does not serve it."""
@@ -121,7 +157,7 @@ class TurnService:
             ask = api.parse(body)
             self.check_model(ask.model)
             if ask.compute is not None:
-                return 200, ask.compute(self.engine)
+                return 200, ask.compute(self.voice)
             assert ask.answer is not None
             tokens, finish = self.length(ask)
             texts = [each.text() for each in self.completions(ask, tokens)]
@@ -129,6 +165,39 @@ class TurnService:
             return 200, ask.answer(self.new_id()).whole(texts, finish, usage)
         except RequestError as error:
             return error.status, wire.error_body(error)
+
+    def _flow(self, ask: Ask, turn: Turn, fault: Fault | None) -> Flow:
+        """Raises RequestError if the engine does not take it."""
+        pace, mode = self.pace, None if fault is None else fault.mode
+        if fault is not None and mode == "slow":
+            pace = pace.slowed(fault.ttft_ms, fault.itl_ms)
+        if not self.ranks or mode in ("slow", "status", "hang", "crash"):
+            return Paced(self.metronome, self.clock, pace)
+        if ask.answer is None and not ask.reads:
+            return Paced(self.metronome, self.clock, Pace(0.0, 0.0))
+        tokens, _ = self.length(ask) if ask.answer is not None else (1, None)
+        answers = [each.text() for each in self.completions(ask, tokens)] if ask.answer is not None else [""]
+        rank = self.ranks[turn.rank] if turn.rank is not None else min(self.ranks, key=lambda each: each.scheduler.load)
+        adapter = turn.model in self.adapters
+        sequences = [
+            live.Sequence(
+                rank,
+                ask.prompt + answer.encode(),
+                max(1, ask.prompt_tokens),
+                tokens,
+                model=turn.model,
+                adapter=adapter,
+                salt=ask.salt,
+            )
+            for answer in answers
+        ]
+        try:
+            return Computed(rank, sequences, turn)
+        except QueueFull as error:
+            # vLLM's status for its max-num-queued-reqs.
+            raise RequestError(503, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+        except TooLong as error:
+            raise RequestError(400, str(error), code="context_length_exceeded") from error
 
     def length(self, ask: Ask) -> tuple[int, Finish]:
         """How many tokens each choice of the answer has, and why it ends there."""
@@ -140,7 +209,7 @@ class TurnService:
 
     def completions(self, ask: Ask, tokens: int) -> list[Completion]:
         """One per choice; the first is as that of a request for one."""
-        return [self.engine.completion(ask.prompt, ask.seed + index, tokens) for index in range(ask.choices)]
+        return [self.voice.completion(ask.prompt, ask.seed + index, tokens) for index in range(ask.choices)]
 
     def new_id(self) -> str:
         """For an answer. As seeded as the rest, but different on every worker."""
@@ -163,7 +232,7 @@ class TurnService:
             start=time.time(),
             prompt_tokens=ask.prompt_tokens,
             cached_tokens=self.cache.cached_tokens(session, model, rank, ask.prompt)
-            if session and ask.answer is not None
+            if session and ask.answer is not None and not self.ranks
             else 0,
             request_id=headers.get(REQUEST_ID_HEADER),
             method=scope["method"],
@@ -203,6 +272,7 @@ class _RunningTurn:
         api: Api,
         ask: Ask,
         fault: Fault | None,
+        flow: Flow,
         receive: Receive,
         send: Send,
     ) -> None:
@@ -212,11 +282,10 @@ class _RunningTurn:
         self._api = api
         self._ask = ask
         self._fault = fault
-        self._pace = service.pace
+        self._flow = flow
         self._receive = receive
         self._connection = send
-        self._send = FaultySend(send, fault) if fault is not None and fault.mode == "cut" else send
-        self._started = time.monotonic()
+        self._send = FaultySend(send, fault) if fault is not None and fault.mode in ("cut", "drop") else send
         self._tokens, self._finish = service.length(ask)
         self._completions = service.completions(ask, self._tokens) if ask.answer is not None else []
         self._fails = fault is not None and fault.mode == "fail"
@@ -234,12 +303,14 @@ class _RunningTurn:
             case Fault(mode="hang"):
                 await left_within(self._receive, None)
                 return
-            case Fault(mode="slow") as fault:
-                self._pace = self._pace.slowed(fault.ttft_ms, fault.itl_ms)
+            case Fault(mode="crash") as fault:
+                self._service.crash(fault.seconds)
+                await left_within(self._receive, None)
+                return
         ask, service = self._ask, self._service
         if ask.compute is not None:
-            if await self._due(self._pace.ttft):
-                await service.reply(self._send, 200, ask.compute(service.engine))
+            if await self._due(1):
+                await service.reply(self._send, 200, ask.compute(service.voice))
                 self._complete()
             return
         assert ask.answer is not None
@@ -256,11 +327,11 @@ class _RunningTurn:
         finally:
             if self._turn.end is None:
                 answer.left()
-                if self._turn.completion_tokens or time.monotonic() - self._started >= self._pace.ttft:
+                if self._turn.completion_tokens or self._flow.begun:
                     self._remember()
 
     async def _generate_whole(self, answer: Answer) -> None:
-        if not await self._due(self._pace.total(self._tokens)):
+        if not await self._due(self._tokens):
             return
         if self._fails:
             error = ordered(500)
@@ -285,11 +356,11 @@ class _RunningTurn:
         """
         fault, send, receive = self._fault, self._send, self._receive
         last, choices, turn = self._last, self._ask.choices, self._turn
-        until, first, itl = self._service.metronome.until, self._started + self._pace.ttft, self._pace.itl
+        token = self._flow.token
         reset = min(fault.after_tokens, last) if fault is not None and fault.mode == "reset" else -1
         steps = self._steps(answer)
         for place in range(last + 1):
-            await until(first + place * itl)
+            await token(place)
             if place == reset:
                 reset_connection(self._connection)
                 await left_within(receive, None)
@@ -339,19 +410,20 @@ class _RunningTurn:
 
     async def _work(self, answer: ResponseAnswer) -> None:
         try:
-            steps, first = self._steps(answer), self._started + self._pace.ttft
+            steps = self._steps(answer)
             for place in range(self._last + 1):
-                await self._service.metronome.until(first + place * self._pace.itl)
+                await self._flow.token(place)
                 answer.kept.append(next(steps))
                 self._turn.completion_tokens = min(place + 1, self._spoken)
             self._complete()
         finally:
+            self._flow.close()
             if self._turn.end is None:
                 self._remember()
 
-    async def _due(self, seconds: float) -> bool:
-        """Wait until an answer in one piece is due, `seconds` after the start. True if it is to be given then."""
-        if await left_within(self._receive, self._started + seconds - time.monotonic()):
+    async def _due(self, tokens: int) -> bool:
+        """Wait until an answer in one piece, of so many tokens, is due. True if it is to be given then."""
+        if await self._flow.whole(self._receive, tokens):
             return False
         if self._fault is not None and self._fault.mode == "reset":
             reset_connection(self._connection)
@@ -376,7 +448,7 @@ class _RunningTurn:
     def _remember(self) -> None:
         turn = self._turn
         session = turn.session or self._ask.kept_as
-        if session is not None:
+        if session is not None and not self._service.ranks:
             said = turn.completion_tokens // self._ask.choices
             for completion in self._completions:
                 held = self._ask.prompt + completion.text(said).encode()

@@ -17,7 +17,7 @@ import msgspec
 
 from mocker import identity
 from mocker.cache import TOKEN_BYTES, count_tokens
-from mocker.engine import Engine
+from mocker.voice import Voice
 
 MAX_TOKENS = 1_000_000
 """Beyond this a request is refused: an answer that does not stream is built in memory."""
@@ -94,7 +94,7 @@ class Ask:
     prompt_tokens: int
     answer: Callable[[str], Answer] | None = None
     """Made with an id."""
-    compute: Callable[[Engine], bytes] | None = None
+    compute: Callable[[Voice], bytes] | None = None
     max_tokens: int | None = None
     """How long the answer is."""
     most_tokens: int | None = None
@@ -108,6 +108,10 @@ class Ask:
     """The id by which the answer is kept here, and its conversation cached if nothing else names a session."""
     named: identity.Named | None = None
     """The session, as the body says it."""
+    salt: str = ""
+    """Prompts with another share no blocks with it."""
+    reads: bool = True
+    """The model is needed for it; False: only its tokens are counted."""
 
 
 class _StreamOptions(msgspec.Struct):
@@ -130,6 +134,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     seed: int | None = None
     prompt_cache_key: Any = None
     metadata: Any = None
+    cache_salt: str | None = None
 
 
 class _Chat(_Generation, kw_only=True):
@@ -201,8 +206,8 @@ def parse_embedding(body: bytes) -> Ask:
     inputs = texts_of(request.input, "input")
     tokens = sum(map(count_tokens, inputs))
 
-    def compute(engine: Engine) -> bytes:
-        vectors = [engine.embedding(text, dimensions) for text in inputs]
+    def compute(voice: Voice) -> bytes:
+        vectors = [voice.embedding(text, dimensions) for text in inputs]
         as_base64 = request.encoding_format == "base64"
         return embedding_answer(request.model, vectors, as_base64=as_base64, prompt_tokens=tokens)
 
@@ -227,6 +232,7 @@ def _ask(request: _Generation, prompt: bytes, shape: AnswerShape) -> Ask:
         seed=request.seed or 0,
         stream=bool(request.stream),
         named=identity.of_body(request.prompt_cache_key, request.metadata),
+        salt=request.cache_salt or "",
     )
 
 

@@ -157,6 +157,9 @@ def test_the_readmes_commands_work_as_they_are_written(shared: Up) -> None:
 
 def test_the_documents_commands_work_as_they_are_written(shared: Up) -> None:
     said = {page.name: run_blocks(page, shared) for page in ROOT.glob("docs/*.md")}
+    table, figures = said["simulate.md"]
+    assert [line.split()[0] for line in table.splitlines()] == ["policy", "least-loaded", "turns", "oracle"]
+    assert '"split_sessions": 0' in figures
     (dry_run,) = said["operating.md"]
     assert re.search(r'"worker":"w-\w{10}"', dry_run)
 
@@ -172,7 +175,9 @@ def run_blocks(page: Path, up: Up) -> list[str]:
 
 
 def bash(script: str) -> str:
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, env=without_proxies())
+    # A `coatcheck` in it is the one beside this interpreter.
+    environment = without_proxies() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

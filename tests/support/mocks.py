@@ -50,6 +50,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(10)
         assert not self._thread.is_alive()
+        self._app.close()
 
     def get(self, path: str) -> Any:
         return self.http.get(path).raise_for_status().json()

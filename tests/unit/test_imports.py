@@ -28,6 +28,7 @@ STARTERS = {
     "app.children",
     "app.register",
     "app.registering",
+    "app.simulate",
     "app.reloading",
 }
 """They start processes and read settings; what they may know is not the data plane's concern."""

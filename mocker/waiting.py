@@ -1,32 +1,14 @@
-"""The simulated engine: which tokens it says, and when.
-
-Text is deterministic in the engine's seed, the prompt and the request's seed, so that two workers with the same seed
-agree and a repeated request is answered alike. Tokens come from a ring that is made once; a turn only has a place
-in it.
-"""
+"""Waiting, for thousands of streams at once: for the moment that a token is due, and for clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.types import Message, Receive
-
-_WORDS = (
-    "act add age aim air ark art bay bed bee big bit box cap car cat cup day dew dry ear eel elm end fan far few fig "
-    "fir fog fox fun gem hat hay hen hut ice ink ivy jam jar key kit lap law leg log low map mud net new nut oak oar "
-    "oat old one our owl own pan pea pen pie pin pot ray red rib row rug rye sea sky sun tea ten tin toy two urn van "
-    "way wax web win yak yes zoo"
-)
-"""Three letters: with its blank a word has the bytes of one token, so an answer is recounted alike in a prompt."""
-
-_RING = 8191
-"""Prime, so that answers longer than the ring do not repeat in step with anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,48 +30,6 @@ class Pace:
         return self.ttft + max(0, tokens - 1) * self.itl
 
 
-class Engine:
-    """Answers of one worker. Holds no state that a turn changes."""
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        words = _WORDS.split()
-        self._ring = [f" {rng.choice(words)}".encode() for _ in range(_RING)]
-
-    def completion(self, prompt: bytes, seed: int, tokens: int) -> Completion:
-        """The answer to `prompt`, `tokens` long."""
-        return Completion(self._ring, zlib.crc32(prompt, seed & 0xFFFFFFFF) % _RING, tokens)
-
-    def embedding(self, text: bytes, dimensions: int) -> list[float]:
-        """A unit vector, the same for the same text on every worker whatever its seed, as of one model."""
-        rng = random.Random(text)
-        vector = [rng.gauss(0.0, 1.0) for _ in range(dimensions)]
-        norm = math.sqrt(math.fsum(value * value for value in vector))
-        return [value / norm for value in vector]
-
-
-class Completion:
-    """The tokens of one answer, as UTF-8 that needs no escape inside a JSON string."""
-
-    def __init__(self, ring: Sequence[bytes], start: int, tokens: int) -> None:
-        self._ring = ring
-        self._start = start
-        self.tokens = tokens
-
-    def pieces(self, tokens: int | None = None) -> Iterator[bytes]:
-        """The first `tokens` tokens, all by default."""
-        ring, start = self._ring, self._start
-        tokens = self.tokens if tokens is None else min(tokens, self.tokens)
-        if tokens:
-            yield ring[start].strip().capitalize()
-        for place in range(start + 1, start + tokens):
-            yield ring[place % _RING]
-
-    def text(self, tokens: int | None = None) -> str:
-        """The same, joined."""
-        return b"".join(self.pieces(tokens)).decode()
-
-
 class Metronome:
     """Wakes thousands of streams token by token.
 
@@ -101,14 +41,25 @@ class Metronome:
     TICK = 0.001
     """Seconds. Event loops do not time finer than that anyway."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._due: dict[int, list[asyncio.Future[None]]] = {}
+        self._held_until = 0.0
+
+    @property
+    def held(self) -> bool:
+        """Nobody is woken now."""
+        return self._clock() < self._held_until
+
+    def hold(self, seconds: float) -> None:
+        """Wake nobody for so long; what falls due meanwhile comes at once then."""
+        self._held_until = self._clock() + seconds
 
     def until(self, due: float) -> asyncio.Future[None]:
-        """Await this to wait for the moment `due` of `time.monotonic`, or to let others go on if it has passed."""
+        """Await this to wait for the moment `due` of the clock, or to let others go on if it has passed."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        now = time.monotonic()
+        now = self._clock()
         tick = math.ceil(max(due, now) / self.TICK)
         waiters = self._due.get(tick)
         if waiters is not None:
@@ -122,9 +73,24 @@ class Metronome:
         return waiter
 
     def _wake(self, tick: int) -> None:
+        if self._held_until and self.held:
+            asyncio.get_running_loop().call_later(self._held_until - self._clock(), self._wake, tick)
+            return
         for waiter in self._due.pop(tick):
             if not waiter.done():
                 waiter.set_result(None)
+
+
+async def left_before(receive: Receive, done: Awaitable[None]) -> bool:
+    """Wait for `done`. True as soon as the client leaves. The request's body must have been read."""
+    leaving = asyncio.ensure_future(left_within(receive, None))
+    waiting = asyncio.ensure_future(done)
+    try:
+        await asyncio.wait((leaving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return leaving.done()
+    finally:
+        leaving.cancel()
+        waiting.cancel()
 
 
 async def left_within(receive: Receive, seconds: float | None) -> bool:

@@ -305,6 +305,10 @@ class Health:
 
     # -- what placement wants to know
 
+    def failed_lately(self, now: float) -> float:
+        """Turns that it failed in a row, without a good one since; the longer ago, the fewer."""
+        return min(self._failures.row(self.good), self.burden.penalty(now) / _FAILURE_LOAD)
+
     def trial_due(self, now: float) -> bool:
         """It is suspected for its turns, and may be given one to see."""
         return self.cause is Cause.TURNS and now >= self._trials.at and self._probes_agree
@@ -449,6 +453,10 @@ class _Failures:
         if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
             return f"{self._window_bad} of {turns} turns failed within {_WINDOW:g} s, the last one with {what}"
         return ""
+
+    def row(self, good: int) -> int:
+        """In a row up to now, when `good` turns have gone well."""
+        return self._row if good == self._good else 0
 
     def forget(self, now: float) -> None:
         self._row = 0

@@ -17,7 +17,7 @@ import msgspec
 
 from app.fleet.candidates import Candidates, Lineup, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance
-from app.fleet.loads import Others, Weights
+from app.fleet.loads import Others, Owed, Weights
 from app.http.headers import Header, Origin
 from app.http.names import Names
 from app.http.worker import Pool
@@ -50,7 +50,7 @@ class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
     __slots__ = ("_known", "_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health",
-                 "host_line", "name", "newness", "origin", "pool", "spec", "targets", "url")  # fmt: skip
+                 "host_line", "name", "newness", "origin", "owed", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Worker:
         """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
         self.newness = 0.0
         """The part of its share that it is not given yet, from 1 down to 0; as of then."""
+        self.owed = Owed(self.health, self._under_way)
         self.cells = WorkerCells()
 
     @property
@@ -135,6 +136,9 @@ class Worker:
     @property
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
+
+    def _under_way(self) -> int:
+        return sum(target.in_flight + target.reserved + target.queued for target in self.targets)
 
     @property
     def limit(self) -> int:
@@ -400,6 +404,7 @@ class Fleet:
         """It is given something that could have gone elsewhere; equals take turns by that."""
         self._placements += 1
         target.placed = self._placements
+        target.worker.owed.chosen()
         if target.worker is self._trial:
             self._trial = None
             target.worker.health.trial_begun()

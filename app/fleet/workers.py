@@ -219,6 +219,8 @@ class Fleet:
         """How many of them have limits."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
+        self.choices_with: Callable[[str], Iterable[frozenset[str] | None]] = lambda name: (None,)
+        """Of a worker: for its models, the names of the workers that serve each (None: all)."""
         self._lineups: dict[
             tuple[frozenset[str] | None, frozenset[str]], tuple[Lineup[Target], tuple[Worker, ...]]
         ] = {}
@@ -240,7 +242,7 @@ class Fleet:
 
     def _look_after(self, worker: Worker) -> None:
         """Of each worker that comes: what its turns alone may do to it has bounds, and what becomes of it is told."""
-        worker.health.may_suspect = self._may_suspect
+        worker.health.may_suspect = functools.partial(self._may_suspect, worker.name)
 
         def changed(change: Change) -> None:
             self._lineups.clear()
@@ -257,11 +259,18 @@ class Fleet:
             self._weights.begun(worker)
         self._lineups.clear()
 
-    def _may_suspect(self) -> bool:
-        """Whether turns alone may take out one more: never more than half. When all fail, it is what all stand on, or
-        the requests."""
-        known = [worker for worker in self._workers.values() if worker.known]
-        return 2 * (1 + sum(worker.health.cause is Cause.TURNS for worker in known)) <= len(known)
+    def _may_suspect(self, name: str) -> bool:
+        """Whether turns alone may take out this worker: never more than half of those that serve a model. When all
+        fail, it is what all stand on, or the requests. A model that it alone serves does not matter: its turns go on to
+        be tried there."""
+        some = False
+        for among in self.choices_with(name):
+            known = [each for each in self._workers.values() if each.known and (among is None or each.name in among)]
+            if len(known) > 1:
+                some = True
+                if 2 * (1 + sum(each.health.cause is Cause.TURNS for each in known)) > len(known):
+                    return False
+        return some
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())

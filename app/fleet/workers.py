@@ -215,6 +215,8 @@ class Fleet:
         """Names that are waited for."""
         self._strangers: dict[str, float] = {}
         """Names that are not waited for, each until when; the oldest first."""
+        self.changes = 0
+        """How often a worker has come or gone."""
         self._limited = 0
         """How many of them have limits."""
         self.look: Callable[[], None] | None = None
@@ -306,11 +308,13 @@ class Fleet:
 
     def _welcome(self, worker: Worker) -> None:
         self._workers[worker.name] = worker
+        self.changes += 1
         self._limited += worker.limit > 0
         self._look_after(worker)
 
     def _dismiss(self, worker: Worker | None) -> None:
         if worker is not None:
+            self.changes += 1
             self._limited -= worker.limit > 0
             worker.known = False
             worker.pool.close()

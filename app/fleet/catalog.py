@@ -343,6 +343,7 @@ class Catalog:
                     model: entry_of(model) if entry == _NULL else entry for model, entry in record.models.items()
                 }
                 self._served.note(name, known, entries)
+        forgotten = False
         for name in [name for name, known in self._served.by_name.items() if name not in records]:
             known = self._served.by_name[name]
             was_there, known.recorded = known.recorded is not None, None
@@ -351,7 +352,9 @@ class Catalog:
                     self._unwritten.add(name)  # it was removed by a replica that does not have the worker, or lost
             elif was_there and not rewound:
                 del self._served.by_name[name]
-        self._served.recompute()
+                forgotten = True
+        if forgotten:  # of what has come it was done already
+            self._served.recompute()
 
     async def _write(self, name: str) -> None:
         known = self._served.by_name.get(name)

@@ -97,8 +97,9 @@ class Worker:
 
     @known.setter
     def known(self, known: bool) -> None:
-        self._known = known
-        self.changed()
+        if known != self._known:
+            self._known = known
+            self.changed()
 
     @property
     def leaving(self) -> bool:
@@ -107,8 +108,9 @@ class Worker:
 
     @leaving.setter
     def leaving(self, leaving: bool) -> None:
-        self._leaving = leaving
-        self.changed()
+        if leaving != self._leaving:
+            self._leaving = leaving
+            self.changed()
 
     @property
     def mark(self) -> Mark:
@@ -116,8 +118,9 @@ class Worker:
 
     @mark.setter
     def mark(self, mark: Mark) -> None:
-        self._mark = mark
-        self.changed()
+        if mark != self._mark:
+            self._mark = mark
+            self.changed()
 
     @property
     def available(self) -> bool:

@@ -1,6 +1,7 @@
 """`python -m tests.e2e.rolling`: one replica after the other is restarted, and one worker after the other, behind nginx
-and HAProxy with the files of `deploy/`, while turns come at a steady rate. Every turn must be answered whole, and a
-session moves only when its worker is drained. A table at the end; exit code 1 when it was otherwise. Part of `make soak`.
+and HAProxy with the files of `deploy/`, while turns come at a steady rate. Every turn must be answered whole, and
+a session moves only when its worker is drained. A line for
+each at the end; exit code 1 when it was otherwise. Part of `make soak`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from tests.support.etcd import EtcdServer
 from tests.support.fronts import INSTALLED, front_command
-from tests.support.processes import START_LIMIT, STOP_LIMIT, Process, Processes, Replica, Worker, turns, wait_until
+from tests.support.processes import Process, Processes, Replica, Worker, turns, wait_until
 from tests.support.tcp import free_ports
 from tests.support.wire import Answer, Cut, Wire, ask, turn
 
@@ -30,6 +31,8 @@ DONE = b"data: [DONE]"
 ADMIN = [("host", "localhost")]
 SETTINGS = ("--drain-delay=4", "--drain-timeout=30", "--slow-start=2", "--store-deadline=20")
 """`drain-delay` is longer than the fronts take to see that a replica is not ready."""
+LIMIT = 180.0
+"""Seconds for each step; generous, because a busy machine takes its time."""
 
 
 @dataclass
@@ -67,17 +70,16 @@ class Rolling:
     def _start_worker(self, number: int) -> Worker:
         options = ["--ttft-ms", "20", "--itl-ms", "20"]
         process = self._processes.start("worker", "mocker", "--port", str(self._ports[number]), *options)
-        return Worker(f"w{number}", process.urls(1)[0], process)
+        return Worker(f"w{number}", f"http://127.0.0.1:{self._ports[number]}", process)
 
     def _start_replica(self, number: int) -> Replica:
         named = [f"--worker=http://127.0.0.1:{port},name=w{n}" for n, port in enumerate(self._ports[:WORKERS])]
         port = str(self._ports[WORKERS + number])
         command = ["app", "serve", "--port", port, f"--claims={self._claims}", *named, *SETTINGS]
-        process = self._processes.start("replica", *command)
-        return Replica(process.urls(1)[0], process)
+        return Replica(f"http://127.0.0.1:{port}", self._processes.start("replica", *command))
 
     def _await_ready(self, replica: Replica) -> None:
-        asyncio.run(wait_until(lambda: _is_ready(replica.url), START_LIMIT))
+        asyncio.run(wait_until(lambda: _is_ready(replica.url), LIMIT))
 
     # -- the load
 
@@ -136,10 +138,10 @@ class Rolling:
     async def restart_replica(self, number: int) -> None:
         replica = self.replicas[number]
         replica.process.terminate()
-        assert await asyncio.to_thread(replica.process.wait, STOP_LIMIT) == 0
-        self.replicas[number] = fresh = await asyncio.to_thread(self._start_replica, number)
-        await wait_until(lambda: _is_ready(fresh.url), START_LIMIT)
-        await wait_until(lambda: self._gets_turns(fresh), START_LIMIT)
+        assert await asyncio.to_thread(replica.process.wait, LIMIT) == 0
+        self.replicas[number] = fresh = self._start_replica(number)
+        await wait_until(lambda: _is_ready(fresh.url), LIMIT)
+        await wait_until(lambda: self._gets_turns(fresh), LIMIT)
 
     async def _gets_turns(self, replica: Replica) -> bool:
         """The front has noticed that it is back."""
@@ -152,12 +154,12 @@ class Rolling:
         worker = self.workers[number]
         await self._mark(worker.name, "drain?deadline=1")
         self._left[worker.name] = {session for session, at in self.seen.at.items() if at == worker.name}
-        await wait_until(lambda: self._is_left(worker), 60)
+        await wait_until(lambda: self._is_left(worker), LIMIT)
         worker.process.terminate()
-        await asyncio.to_thread(worker.process.wait, STOP_LIMIT)
-        self.workers[number] = fresh = await asyncio.to_thread(self._start_worker, number)
+        await asyncio.to_thread(worker.process.wait, LIMIT)
+        self.workers[number] = fresh = self._start_worker(number)
         await self._mark(worker.name, "uncordon")
-        await wait_until(lambda: self._is_up(fresh.name), START_LIMIT)
+        await wait_until(lambda: self._is_up(fresh.name), LIMIT)
 
     async def _mark(self, name: str, word: str) -> None:
         answer = await ask(self.replicas[0].url, "POST", f"/admin/workers/{name}/{word}", ADMIN)
@@ -177,11 +179,11 @@ class Rolling:
         return set(found) == {"up"}
 
     async def run(self, rounds: int) -> None:
-        await wait_until(lambda: _is_ready(self.url), START_LIMIT)
+        await wait_until(lambda: _is_ready(self.url), LIMIT)
         stop = asyncio.Event()
         load = asyncio.create_task(self.load(stop))
         try:
-            await wait_until(lambda: len(self.seen.at) == SESSIONS, 60)
+            await wait_until(lambda: len(self.seen.at) == SESSIONS, LIMIT)
             for _ in range(rounds):
                 for number in range(REPLICAS):
                     await self.restart_replica(number)
@@ -232,7 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=1, help="of restarts of everything (default: %(default)s)")
     args = parser.parse_args(arguments)
     assert FRONTS, "neither nginx nor HAProxy is installed"
-    return 0 if all([roll(front, args.store, args.rate, args.rounds) for front in args.front or FRONTS]) else 1
+    well = [roll(front, args.store, args.rate, args.rounds) for front in args.front or FRONTS]
+    return 0 if all(well) else 1
 
 
 if __name__ == "__main__":

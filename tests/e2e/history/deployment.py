@@ -165,6 +165,16 @@ class Deployment:
             await asyncio.sleep(0.3)
         return False
 
+    async def mark_worker(self, node: Node, word: str, rng: random.Random) -> bool:
+        """An operator says it (`cordon`, `drain?deadline=1` ...) to the first replica that can take it; whether one
+        could."""
+        for replica in rng.sample(self.replicas, len(self.replicas)):
+            with contextlib.suppress(OSError, Cut, TimeoutError):
+                said = await ask(replica.url, "POST", f"/admin/workers/{node.name}/{word}")
+                if said.status == 200:
+                    return True
+        return False
+
     async def kill_worker(self, node: Node) -> None:
         """Take what it has recorded, then SIGKILL. What it does in the moment between is not known."""
         records = await self._records(node)

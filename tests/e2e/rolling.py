@@ -175,7 +175,7 @@ class Rolling:
         found = []
         for replica in self.replicas:
             rows = (await ask(replica.url, target="/admin/workers", headers=ADMIN)).json["workers"]
-            found.append(next(row["state"] for row in rows if row["name"] == name))
+            found.append(next((row["state"] for row in rows if row["name"] == name), "gone"))
         return set(found) == {"up"}
 
     async def run(self, rounds: int) -> None:

@@ -76,8 +76,10 @@ SOAK_SECONDS ?=
 SOAK_STORE ?= file etcd
 SOAK_SEED ?=
 
-# Faults under load, and whether what happened was legal: ten minutes on each store, see tests/e2e/history/
+# Faults under load, and whether what happened was legal: ten minutes on each store, see tests/e2e/history/. Before that
+# everything is restarted, one by one, behind nginx and HAProxy
 soak: $(READY)
+	@$(BIN)/python -m tests.e2e.rolling
 	@for store in $(SOAK_STORE); do \
 		$(BIN)/python -m tests.e2e.history --store $$store --seconds $(or $(SOAK_SECONDS),600) \
 			$(if $(SOAK_SEED),--seed $(SOAK_SEED)) || exit 1; \

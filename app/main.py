@@ -225,6 +225,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         strict=settings.workers.unknown_models == "refuse",
     )
 
+    fleet.choices_with = catalog.choices_with
+
     def fleet_changed() -> None:
         catalog.fleet_changed()
         if app.claims is not None and app.reading.has_ranks != app.has_ranks():

@@ -1,4 +1,5 @@
-"""Which workers serve which model: what each worker's list said last, remembered here and in the registry.
+"""Finds out which workers serve which model: what each worker's list said last is remembered (`served`), also in the
+registry.
 
 A worker is asked when it comes up, now and then, and at once when a request names a model that nobody is known to
 serve. What it said stands until it says something else, also while it is down: a model whose workers are all down is
@@ -7,8 +8,6 @@ known, and no replica takes it for one that there never was. Whoever finds a lis
 
 A worker whose list nobody knows may serve any model: it has no such path, it shows its list to clients' own keys only,
 or it has not been reached yet. One that has just come is asked before that is believed of it.
-
-Turns only look names up (`Catalog.serving`): what they find was made when something changed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 import httpx
@@ -30,6 +29,7 @@ from app.fleet.discovery.listening import end_tasks
 from app.fleet.discovery.records import Records, follow
 from app.fleet.health import State
 from app.fleet.models import ModelLists
+from app.fleet.served import Known, Served, entry_of, short, shown
 from app.fleet.workers import Fleet, Worker
 from app.http.headers import Header
 from backends.base import StoreError
@@ -57,11 +57,7 @@ _AT_ONCE = 32
 """Workers asked at the same time."""
 _LATE_FOR = 10.0
 """Seconds in which a worker that did not answer in time is left out of rounds."""
-_KEPT_FOR = 86_400.0
-"""Seconds that the list of a worker is remembered which has left."""
 _PRUNE_EVERY = 600.0
-_MOST_NAMES_TOLD = 8
-_LONGEST_TOLD = 200
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -77,33 +73,6 @@ class _Record(msgspec.Struct, frozen=True):
 _NULL = msgspec.Raw(b"null")
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(_Record).decode
-
-
-class _Known(msgspec.Struct, eq=False):
-    """What is known of one worker, by its name: of one that has left as well."""
-
-    worker: Worker | None = None
-    """The one that was asked last."""
-    entries: dict[str, msgspec.Raw] | None = None
-    """Its list; None: nobody knows it."""
-    asked: bool = False
-    """Its first question has been answered, or was in vain."""
-    refused: bool = False
-    """It shows its list to others, with their own keys."""
-    was_up: bool = False
-    due: float = 0.0
-    late_until: float = 0.0
-    failures: int = 0
-    """In a row."""
-    recorded: frozenset[str] | None = None
-    """The names in its record; None: there is none, or none that can be read."""
-    recorded_at: float = 0.0
-    """When that was written, in Unix seconds."""
-    left_at: float = 0.0
-    """When the worker was missed in the fleet; 0: it was not."""
-    events: int = 0
-    """How often the registry has told of it: what was asked before that may be older."""
-    asking: asyncio.Task[None] | None = None
 
 
 class Lists(Protocol):
@@ -135,16 +104,11 @@ class Catalog:
         """`headers` says our key for the workers. `interval` in seconds between questions to one worker; 0: off. Not
         `strict`: a model that nobody lists goes to any worker."""
         self._fleet, self._lists, self._headers = fleet, lists, headers
-        self._interval, self._strict = interval, strict
+        self._interval = interval
         self._clock, self._wall, self._rng = clock, wall, rng or random.Random()
-        self._by_name: dict[str, _Known] = {}
-        self._serving: dict[str, frozenset[str] | None] = {}
-        self._unlisted: frozenset[str] | None = None
-        """What `serving` says of a model that nobody lists."""
-        self._open: frozenset[str] = frozenset()
-        """Workers that may serve any model."""
-        self.partial: tuple[str, ...] = ()
-        """The models that not every worker serves."""
+        self._served = served = Served(fleet, strict=strict, changed=self._wake)
+        self.serving, self.choices_with = served.serving, served.choices_with
+        self.entries, self.models_of, self.refused = served.entries, served.models_of, served.refused
         self._wanted: list[tuple[str, asyncio.Future[None]]] = []
         """Who waits for a model."""
         self._absent: dict[str, float] = {}
@@ -188,9 +152,9 @@ class Catalog:
                 if first:
                     await asyncio.wait(first)
         for worker in self._fleet:  # whoever was slow is known to be; waiting longer would help nobody
-            known = self._of(worker)
+            known = self._served.of(worker)
             known.asked, known.was_up = True, worker.health.state is State.UP
-        self._recompute()
+        self._served.recompute()
 
     async def aclose(self) -> None:
         for _, future in self._wanted:
@@ -201,10 +165,10 @@ class Catalog:
 
     # -- what turns ask
 
-    def serving(self, model: str) -> frozenset[str] | None:
-        """The names of the workers that may serve a model; None: all. Nothing in it: nobody is known to, ask
-        `learn`."""
-        return self._serving.get(model, self._unlisted)
+    @property
+    def partial(self) -> tuple[str, ...]:
+        """The models that not every worker serves."""
+        return self._served.partial
 
     async def learn(self, model: str) -> frozenset[str] | None:
         """As `serving`, of a model that nobody is known to serve, once the workers were asked again, or after
@@ -215,11 +179,11 @@ class Catalog:
         among = self.serving(model)
         if among is None or among:
             return among
-        if model in self._serving:
-            raise TurnError("no_worker", f"no worker that serves the model {_shown(model)} is here")
-        if self._open:
-            return self._open
-        raise TurnError("model_not_found", f"The model `{_short(model)}` does not exist.", param="model")
+        if self._served.lists(model):
+            raise TurnError("no_worker", f"no worker that serves the model {shown(model)} is here")
+        if self._served.open:
+            return self._served.open
+        raise TurnError("model_not_found", f"The model `{short(model)}` does not exist.", param="model")
 
     async def _look_for(self, model: str) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -240,92 +204,31 @@ class Catalog:
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
 
+    def _wake(self) -> None:
+        for model, future in self._wanted:
+            if self.serving(model) != frozenset():
+                _arrive(future)
+
     def _note_absent(self, model: str) -> None:
         self._absent.pop(model, None)
         self._absent[model] = self._clock() + _ABSENT_FOR
         if len(self._absent) > _MOST_ABSENT:
             del self._absent[next(iter(self._absent))]
 
-    # -- what lists are made of
-
-    def entries(self) -> dict[str, msgspec.Raw] | None:
-        """Id → entry of all models of the fleet, each once, in the workers' order; None: no list is known."""
-        merged: dict[str, msgspec.Raw] = {}
-        known = False
-        for worker in self._fleet:
-            entries = self._entries_of(worker)
-            if entries is not None:
-                known = True
-                for name, entry in entries.items():
-                    merged.setdefault(name, entry)
-        return merged if known else None
-
-    def models_of(self, name: str) -> tuple[str, ...] | None:
-        """Of a worker; None: its list is not known."""
-        worker = self._fleet.worker(name)
-        entries = None if worker is None else self._entries_of(worker)
-        return None if entries is None else tuple(entries)
-
-    def refused(self) -> list[Worker]:
-        """The workers whose lists are shown to clients' own keys only."""
-        return [worker for worker in self._fleet if (known := self._by_name.get(worker.name)) and known.refused]
-
-    def _entries_of(self, worker: Worker) -> dict[str, msgspec.Raw] | None:
-        known = self._by_name.get(worker.name)
-        if known is not None and known.entries is not None:
-            return known.entries
-        if worker.spec is not None and worker.spec.models:  # as it was registered
-            return {name: _entry(name) for name in worker.spec.models}
-        return None
-
     # -- what changes
 
     def look(self) -> None:
         """Have all workers asked at once: something was done to them."""
         if self._interval:
-            for known in self._by_name.values():
+            for known in self._served.by_name.values():
                 known.due = 0.0
             self._hurry.set()
 
     def fleet_changed(self) -> None:
         """Workers have come or gone."""
         if self._interval:
-            self._recompute()
+            self._served.recompute()
             self._hurry.set()
-
-    def _of(self, worker: Worker) -> _Known:
-        known = self._by_name.get(worker.name)
-        if known is None:
-            known = self._by_name[worker.name] = _Known()
-        if known.worker is not worker:  # another one has come under the name
-            known.worker, known.due, known.was_up, known.refused = worker, 0.0, False, False
-            known.asked = known.entries is not None
-        return known
-
-    def _recompute(self) -> None:
-        """Make what turns look up. Awaits nothing."""
-        workers = list(self._fleet)
-        lists = {worker.name: entries for worker in workers if (entries := self._entries_of(worker)) is not None}
-        gone = [known.entries for name, known in self._by_name.items() if name not in lists and known.entries]
-        self._open = frozenset(each.name for each in workers if each.name not in lists and self._of(each).asked)
-        serving: dict[str, set[str]] = {}
-        for name, entries in lists.items():
-            for model in entries:
-                serving.setdefault(model, set()).add(name)
-        for entries in gone:
-            for model in entries:
-                serving.setdefault(model, set())
-        everybody = len(workers)
-        made = {model: frozenset(names | self._open) for model, names in serving.items()}
-        self.partial = tuple(model for model, names in made.items() if len(names) < everybody)
-        self._serving = {
-            model: None if everybody and len(names) == everybody else names for model, names in made.items()
-        }
-        nothing_known = not lists and not gone
-        self._unlisted = None if nothing_known or not self._strict else frozenset()
-        for model, future in self._wanted:
-            if self.serving(model) != frozenset():
-                _arrive(future)
 
     # -- asking
 
@@ -343,7 +246,7 @@ class Catalog:
     def _tick(self) -> None:
         now = self._clock()
         for worker in self._fleet:
-            known = self._of(worker)
+            known = self._served.of(worker)
             up = worker.health.state is State.UP
             if now >= known.due or (up and not known.was_up):
                 self._ask_soon(worker)
@@ -356,7 +259,7 @@ class Catalog:
             self._prune()
 
     def _ask_soon(self, worker: Worker) -> asyncio.Task[None]:
-        known = self._of(worker)
+        known = self._served.of(worker)
         if known.asking is None or known.asking.done():
             usual = max(self._interval, len(self._fleet) / _MOST_A_SECOND)
             known.due = self._clock() + usual * self._rng.uniform(0.8, 1.2)
@@ -367,15 +270,17 @@ class Catalog:
         apart = max(_ROUNDS_APART, len(self._fleet) / _MOST_IN_ROUNDS)
         await asyncio.sleep(max(0.0, self._round_at + apart - self._clock()))
         self._round, self._round_at = None, self._clock()
-        workers = [each for each in self._fleet if self._clock() >= self._of(each).late_until]
-        running = [known.asking for each in workers if (known := self._of(each)).asking and not known.asking.done()]
+        workers = [each for each in self._fleet if self._clock() >= self._served.of(each).late_until]
+        running = [
+            known.asking for each in workers if (known := self._served.of(each)).asking and not known.asking.done()
+        ]
         if running:  # asked before the request came: what they say may be older
             await asyncio.wait(running)
         asking = [self._ask_soon(worker) for worker in workers]
         if asking:
             await asyncio.wait(asking)
 
-    async def _ask(self, worker: Worker, known: _Known) -> None:
+    async def _ask(self, worker: Worker, known: Known) -> None:
         assert self._asking is not None
         events = known.events
         try:
@@ -390,7 +295,7 @@ class Catalog:
                 known.failures = min(known.failures + 1, 16)
                 if not known.asked:
                     known.asked = True
-                    self._recompute()
+                    self._served.recompute()
             return
         if known.worker is not worker:
             return
@@ -398,22 +303,10 @@ class Catalog:
         if known.events != events and known.entries is not None and known.entries.keys() != entries.keys():
             known.due = 0.0  # another replica has heard something meanwhile; ours may be older
             return
-        self._note(worker.name, known, entries)
+        self._served.note(worker.name, known, entries)
         if known.recorded != frozenset(entries):
             self._unwritten.add(worker.name)
             self._hurry.set()
-
-    def _note(self, name: str, known: _Known, entries: dict[str, msgspec.Raw]) -> None:
-        """This is its list."""
-        before = known.entries
-        first = not known.asked or before is None
-        known.entries, known.asked = entries, True
-        if before is not None and before.keys() != entries.keys():
-            come, gone = entries.keys() - before.keys(), before.keys() - entries.keys()
-            said = [f"{word} {_some(names)}" for word, names in (("now serves", come), ("no longer", gone)) if names]
-            log.info("worker %s %s", name, ", ".join(said))
-        if first or before is None or before.keys() != entries.keys():
-            self._recompute()
 
     # -- the registry
 
@@ -442,24 +335,29 @@ class Catalog:
             except (msgspec.DecodeError, RecursionError) as error:
                 log.warning("the record of what worker %s serves cannot be read: %s", name, error)
                 continue
-            known = self._by_name.setdefault(name, _Known())
+            known = self._served.by_name.setdefault(name, Known())
             known.events += 1
             known.recorded, known.recorded_at = frozenset(record.models), record.at
             if known.entries is None or known.entries.keys() != record.models.keys():
-                entries = {model: _entry(model) if entry == _NULL else entry for model, entry in record.models.items()}
-                self._note(name, known, entries)
-        for name in [name for name, known in self._by_name.items() if name not in records]:
-            known = self._by_name[name]
+                entries = {
+                    model: entry_of(model) if entry == _NULL else entry for model, entry in record.models.items()
+                }
+                self._served.note(name, known, entries)
+        forgotten = False
+        for name in [name for name, known in self._served.by_name.items() if name not in records]:
+            known = self._served.by_name[name]
             was_there, known.recorded = known.recorded is not None, None
             if self._fleet.worker(name) is not None:
                 if known.entries is not None:
                     self._unwritten.add(name)  # it was removed by a replica that does not have the worker, or lost
             elif was_there and not rewound:
-                del self._by_name[name]
-        self._recompute()
+                del self._served.by_name[name]
+                forgotten = True
+        if forgotten:  # of what has come it was done already
+            self._served.recompute()
 
     async def _write(self, name: str) -> None:
-        known = self._by_name.get(name)
+        known = self._served.by_name.get(name)
         if self._registry is None or known is None or known.entries is None:
             return
         names = frozenset(known.entries)
@@ -475,18 +373,8 @@ class Catalog:
         known.recorded, known.recorded_at = names, self._wall()
 
     def _prune(self) -> None:
-        """Forget what workers served that have left long ago."""
-        now = self._wall()
-        for name, known in list(self._by_name.items()):
-            if self._fleet.worker(name) is not None:
-                known.left_at = 0.0
-            elif not known.left_at:
-                known.left_at = now
-            elif max(known.left_at, known.recorded_at) < now - _KEPT_FOR:
-                del self._by_name[name]
-                if known.recorded is not None:
-                    self._spawn(self._remove(name))
-        self._recompute()
+        for name in self._served.prune(self._wall()):
+            self._spawn(self._remove(name))
 
     async def _remove(self, name: str) -> None:
         if self._registry is not None:
@@ -505,22 +393,3 @@ class Catalog:
 def _arrive(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def _entry(model: str) -> msgspec.Raw:
-    """Of a model whose worker's own is not known."""
-    return msgspec.Raw(_encode({"id": model, "object": "model"}))
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = sorted(names)
-    more = len(shown) - _MOST_NAMES_TOLD
-    return ", ".join(map(_shown, shown[:_MOST_NAMES_TOLD])) + (f" and {more} more" if more > 0 else "")
-
-
-def _shown(model: str) -> str:
-    return repr(_short(model))
-
-
-def _short(model: str) -> str:
-    return model if len(model) <= _LONGEST_TOLD else model[:_LONGEST_TOLD] + "..."

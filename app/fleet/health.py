@@ -33,8 +33,10 @@ _TIMES_IN_A_ROW = 2
 """Of probes that say "not yet", and of connections that were not made, before they count: one may be chance."""
 _MOMENT = 1.0
 """Seconds: failures closer together than that are of one event."""
-_TRIAL_WAITS = (5.0, 10.0, 20.0, 30.0)
-"""Seconds until a worker that is suspected by its turns is given one to try, by how many it has failed."""
+_TRIAL_WAIT = 5.0
+"""Seconds until a worker that is suspected by its turns is given one to try; `down_after`, where that is less."""
+_TRIAL_WAITS = (1, 2, 4, 6)
+"""So many times that, by how many it has failed."""
 _RELAPSE = 60.0
 """Seconds: who is suspected again within them must serve twice as many trial turns well."""
 _MOST_TRIALS = 16
@@ -143,7 +145,7 @@ class Health:
         if joins and not tolerance.probed:
             self.burden.rise(now)
         self._failures = _Failures(tolerance.failures, now)
-        self._trials = _Trials(now)
+        self._trials = _Trials(min(_TRIAL_WAIT, tolerance.down_after), now)
         self._good_at = now
         """The last good sign, of the kind of what went wrong."""
         self._good_probes = self._bad_probes = self._not_yet = self._missed = 0
@@ -305,6 +307,10 @@ class Health:
 
     # -- what placement wants to know
 
+    def failed_lately(self, now: float) -> float:
+        """Turns that it failed in a row, without a good one since; the longer ago, the fewer."""
+        return min(self._failures.row(self.good), self.burden.penalty(now) / _FAILURE_LOAD)
+
     def trial_due(self, now: float) -> bool:
         """It is suspected for its turns, and may be given one to see."""
         return self.cause is Cause.TURNS and now >= self._trials.at and self._probes_agree
@@ -450,6 +456,10 @@ class _Failures:
             return f"{self._window_bad} of {turns} turns failed within {_WINDOW:g} s, the last one with {what}"
         return ""
 
+    def row(self, good: int) -> int:
+        """In a row up to now, when `good` turns have gone well."""
+        return self._row if good == self._good else 0
+
     def forget(self, now: float) -> None:
         self._row = 0
         self._window_at = now - _WINDOW
@@ -458,7 +468,8 @@ class _Failures:
 class _Trials:
     """The turns that a suspected worker is given to see how it is: the next one from `at` on."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, first_wait: float, now: float) -> None:
+        self._first_wait = first_wait
         self.at = now
         self.good = 0
         """In a row."""
@@ -497,4 +508,4 @@ class _Trials:
 
     @property
     def _wait(self) -> float:
-        return _TRIAL_WAITS[min(self._failed, len(_TRIAL_WAITS) - 1)]
+        return self._first_wait * _TRIAL_WAITS[min(self._failed, len(_TRIAL_WAITS) - 1)]

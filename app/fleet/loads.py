@@ -1,9 +1,9 @@
-"""What counts for the load of workers and is no turn of this replica's: their failures, that they are new, and what
-other replicas have there."""
+"""What counts for the load of workers and is no turn of this replica's: their failures, that they are new, what other
+replicas have there, and that they owe answers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from app.fleet.health import Health
@@ -12,6 +12,10 @@ _NEVER = float("inf")
 _WEIGHED_EVERY = 0.1
 WORD_STANDS = 6.0
 """Seconds that another replica's word of its load counts: three times as long as until the next one."""
+
+_FEWEST_OWED = 2
+_SOON = 1.0
+"""Seconds that what a worker was chosen for may take to get there: its claim is made first."""
 
 
 class Weighed(Protocol):
@@ -91,3 +95,43 @@ class Others(Generic[T]):
     def drop(self, now: float) -> None:
         for replica in [replica for replica, (at, _) in self._said.items() if now - at >= WORD_STANDS]:
             self.heard(replica, {}, now)
+
+
+class Owed:
+    """What a worker was chosen for since it last answered a turn well. Until it answers, nobody can know whether it
+    serves: one that fell silent has failed nothing yet, and what fails at once comes back when as much again is on its
+    way. So who owes as much as would make it suspect is given more only where the others have much more to do: what a
+    sick worker costs before anybody knows is a few turns, however many come at once.
+
+    Costs turns of bound sessions nothing: that it has answered is seen by the count of its good answers."""
+
+    __slots__ = ("_at", "_count", "_good", "_health", "_most", "_under_way")
+
+    def __init__(self, health: Health, under_way: Callable[[], int]) -> None:
+        """`under_way`: turns that are there, or on their way."""
+        self._health, self._under_way = health, under_way
+        self._most = max(_FEWEST_OWED, health.tolerance.failures)
+        self._count = 0.0
+        self._good = 0
+        """What it had answered well when that was counted: more of it, and it owes nothing."""
+        self._at = 0.0
+        """When it was chosen last."""
+
+    def chosen(self) -> None:
+        """It is given one more that could have gone elsewhere."""
+        health = self._health
+        if health.good != self._good:
+            self._good, self._count = health.good, 0.0
+        self._count += 1
+        self._at = health.clock()
+
+    @property
+    def much(self) -> bool:
+        return self._count >= self._most and self._good == self._health.good and self._is_still_much()
+
+    def _is_still_much(self) -> bool:
+        now = self._health.clock()
+        if now - self._at >= _SOON:
+            # What came to nothing otherwise is not owed: its client left, or another replica's claim stood.
+            self._count = min(self._count, self._under_way() + self._health.failed_lately(now))
+        return self._count >= self._most

@@ -87,6 +87,8 @@ class ModelLists:
         return await self._sorted(prompt, answers)
 
     async def _sorted(self, workers: list[Worker], answers: list[Answered | BaseException]) -> Listed:
+        now = self._clock()
+        self._late_until = {name: until for name, until in self._late_until.items() if until > now}
         models: dict[str, msgspec.Raw] = {}
         lists = 0
         refusals: list[tuple[Worker, Answered]] = []
@@ -94,7 +96,7 @@ class ModelLists:
         for worker, answer in zip(workers, answers, strict=True):
             late = isinstance(answer, TurnError) and answer.code == "worker_timeout"
             if late:
-                self._late_until[worker.name] = self._clock() + _NOT_WAITED_FOR
+                self._late_until[worker.name] = now + _NOT_WAITED_FOR
             else:
                 self._late_until.pop(worker.name, None)
             if isinstance(answer, TurnError):

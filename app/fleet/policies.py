@@ -18,6 +18,9 @@ WORKER_HINT = "X-Dynamo-Worker-Instance-ID"
 _MORE_LOAD = 0.25
 _MORE_SESSIONS = 0.1
 """How far above the mean a session's first target by hash may be, in load and in sessions, before it is passed over."""
+_OWING_TURNS, _OWING_TIMES = 4, 4.0
+"""What a worker that owes much (`Owed`) has more of load in placement: so many turns, and so many times as much. It is
+given some when others are that loaded: its prompts may just be long."""
 
 
 def least_loaded(candidates: Candidates[Target]) -> Target:
@@ -28,13 +31,14 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
     above what is usual (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2018); where none
     has, to the least loaded. So load and sessions are spread, and yet what is claimed is mostly what a replica would
     guess that cannot ask the store (`rendezvous`). What others have told of their load may be old: they do not all run
-    to the one target that seemed to be free, for each session has a walk of its own."""
+    to the one target that seemed to be free, for each session has a walk of its own. A worker that owes answers is
+    passed over as long as others do not, or have much more to do."""
     if candidates.trial:
         return least(candidates.trial)
     if not candidates.key:
         some = candidates.compared()
         load, _ = _usual(some)
-        return min(some, key=lambda each: (each.load + each.worker.newness * load, each.placed))
+        return min(some, key=lambda each: (_weight(each, load), each.placed))
     walk = candidates.walk()
     compared = candidates.beside(walk)
     load, sessions = _usual(compared)
@@ -42,8 +46,9 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
     enough = ceil((1 + _MORE_LOAD) * load_after) + 1  # turns come and go: one more is chance
     many = max(ceil(sessions_after), floor((1 + _MORE_SESSIONS) * sessions_after))  # few fall evenly
     for target in walk:
-        share = 1 - target.worker.newness
-        if target.load < share * enough and target.settled < share * many:
+        worker = target.worker
+        share = 1 - worker.newness
+        if target.load < share * enough and target.settled < share * many and not worker.owed.much:
             return target
     return _least(compared, load, sessions)
 
@@ -56,10 +61,16 @@ def least(targets: Sequence[Target]) -> Target:
 
 def _least(targets: Sequence[Target], load: float, sessions: float) -> Target:
     def weight(target: Target) -> tuple[float, float, int]:
-        newness = target.worker.newness  # what it has not been given yet counts as if it had
-        return target.load + newness * load, target.settled + newness * sessions, target.placed
+        return _weight(target, load), target.settled + target.worker.newness * sessions, target.placed
 
     return min(targets, key=weight)
+
+
+def _weight(target: Target, load: float) -> float:
+    """Its load as placement sees it. `load`: the usual."""
+    worker = target.worker
+    weight = target.load + worker.newness * load  # what it has not been given yet counts as if it had
+    return (weight + _OWING_TURNS) * _OWING_TIMES if worker.owed.much else weight
 
 
 def _usual(targets: Sequence[Target]) -> tuple[float, float]:

@@ -6,6 +6,7 @@ none waits for another's worker or name.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import random
 from collections.abc import Callable, Coroutine
@@ -39,6 +40,10 @@ _LOOK_EVERY = 0.1
 goes out together: a process that is woken for each probe by itself pays more for waking than for probing."""
 _FIRST_ROUND = 1.0
 """Seconds that a router waits at most, before it serves, for what the workers say at first."""
+_MOST_A_SECOND = 50
+"""Probes on average, of workers whose state does not hang on them: of more workers each is asked less often."""
+_KEPT_FOR = 60.0
+"""Seconds that a probe's connection is kept for the next one; servers may close it before that."""
 _HURRIED = 0.25
 """Of the interval: the pause before the next probe of a worker whose state hangs on it."""
 _JITTER = 0.2
@@ -65,6 +70,13 @@ class Prober:
     def __init__(self, fleet: Fleet, how: Probing, *, rng: random.Random | None = None) -> None:
         self._fleet, self._how, self._rng = fleet, how, rng or random.Random()
         self._asked: dict[Worker, _Asked] = {}
+        self._busy: list[_Asked] = []
+        """Those that are being asked. Each of the others stands in `_waiting` once."""
+        self._waiting: list[tuple[float, int, _Asked]] = []
+        """A heap, by when they are due."""
+        self._number = 0
+        self._as_of = -1
+        """The fleet's changes, as of the last look."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, patience: float = _FIRST_ROUND) -> None:
@@ -87,21 +99,45 @@ class Prober:
         for asked in self._asked.values():
             asked.stop()
         self._asked.clear()
+        self._busy, self._waiting = [], []
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = loop.time()
+        if self._as_of != self._fleet.changes:
+            self._as_of = self._fleet.changes
+            self._follow_the_fleet(loop)
         for worker in self._fleet:
-            if worker not in self._asked:
-                self._asked[worker] = _Asked(worker, self._how, loop, self._rng.uniform)
             if worker.health.watchful:
                 worker.health.tick()
-        if len(self._asked) > len(self._fleet):
-            here = set(self._fleet)
-            for worker in [each for each in self._asked if each not in here]:
-                self._asked.pop(worker).stop()
-        now = loop.time()
-        for asked in self._asked.values():
-            asked.look(now)
+        asked = self._busy
+        while self._waiting and self._waiting[0][0] <= now:
+            asked.append(heapq.heappop(self._waiting)[2])
+        self._busy = []
+        for each in asked:
+            due = each.look(now)
+            if due is None:
+                self._busy.append(each)
+            else:
+                self._wait(each, due)
         self._timer = loop.call_later(_LOOK_EVERY, self._look, loop)
+
+    def _follow_the_fleet(self, loop: asyncio.AbstractEventLoop) -> None:
+        here = set(self._fleet)
+        for worker in [each for each in self._asked if each not in here]:
+            self._asked.pop(worker).stop()
+        self._busy = [each for each in self._busy if not each.stopped]
+        self._waiting = [entry for entry in self._waiting if not entry[2].stopped]
+        heapq.heapify(self._waiting)
+        for worker in self._fleet:
+            if worker not in self._asked:
+                self._asked[worker] = asked = _Asked(worker, self._how, loop, self._rng.uniform)
+                self._wait(asked, 0.0)
+        for asked in self._asked.values():
+            asked.apart = len(self._asked) / _MOST_A_SECOND
+
+    def _wait(self, asked: _Asked, due: float) -> None:
+        self._number += 1  # of two that are due together: who waited longer
+        heapq.heappush(self._waiting, (due, self._number, asked))
 
 
 class _Asked:
@@ -115,7 +151,10 @@ class _Asked:
         uniform: Callable[[float, float], float],
     ) -> None:
         self._worker, self._how, self._loop, self._uniform = worker, how, loop, uniform
-        self._pool = worker.pool.beside(how.limit)
+        self._pool = worker.pool.beside(how.limit, idle_limit=_KEPT_FOR)
+        self.apart = 0.0
+        """Seconds between probes that tell nothing new, at least."""
+        self.stopped = False
         self.first: asyncio.Future[None] = loop.create_future()
         """Done when it has been asked once."""
         self._path = how.path
@@ -128,16 +167,17 @@ class _Asked:
         self._due = 0.0
         self._away = 0
 
-    def look(self, now: float) -> None:
-        """To be called now and then."""
-        if self._driven is not None:
-            if self._connection is not None and now >= self._late_at:
-                self._connection.fail(AttemptTimeout(f"no answer to a probe within {self._how.limit:g} s"))
-        elif now >= self._due:
+    def look(self, now: float) -> float | None:
+        """To be called now and then while it is asked, and when that is due. Returns when it is due; None: it is being
+        asked."""
+        if self._driven is None and now >= self._due:
             if self._how.path:
                 self._run(self._probe())
             else:
                 self._look_for_the_lost(now)
+        elif self._connection is not None and now >= self._late_at:
+            self._connection.fail(AttemptTimeout(f"no answer to a probe within {self._how.limit:g} s"))
+        return self._due if self._driven is None else None
 
     def _look_for_the_lost(self, now: float) -> None:
         """Of a worker that is not probed only whether it can be connected to again when it was lost: with `/ready`
@@ -154,6 +194,7 @@ class _Asked:
         self._how = how
 
     def stop(self) -> None:
+        self.stopped = True
         if self._driven is not None:
             self._driven.close()  # its `finally` gives the connection back
         self._pool.close()
@@ -169,7 +210,8 @@ class _Asked:
             self.first.set_result(None)
         pause = _AWAY_PAUSES[self._away]
         if self._how.path:
-            pause = self._how.interval * (_HURRIED if self._worker.health.undecided else 1.0)
+            interval = self._how.interval
+            pause = interval * _HURRIED if self._worker.health.undecided else max(interval, self.apart)
         self._due = self._loop.time() + pause * self._uniform(1 - _JITTER, 1 + _JITTER)
 
     def _failed(self, fault: Exception) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from app.fleet.candidates import Candidates, Lineup, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance
-from app.fleet.loads import Others, Weights
+from app.fleet.loads import Others, Owed, Weights
 from app.http.headers import Header, Origin
 from app.http.names import Names
 from app.http.worker import Pool
@@ -49,8 +49,8 @@ class WorkerError(ValueError):
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health",
-                 "host_line", "known", "name", "newness", "origin", "pool", "spec", "targets", "url")  # fmt: skip
+    __slots__ = ("_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health", "host_line",
+                 "known", "name", "newness", "origin", "owed", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -89,12 +89,14 @@ class Worker:
         """What counts for load and is none, in turns in flight, as of the last `Fleet.candidates`."""
         self.newness = 0.0
         """The part of its share that it is not given yet, from 1 down to 0; as of then."""
+        self.owed = Owed(self.health, self._under_way)
         self.cells = WorkerCells()
 
     def dismiss(self) -> None:
         """It has left the fleet."""
-        self.known = False
-        self.changed()
+        if self.known:
+            self.known = False
+            self.changed()
 
     @property
     def leaving(self) -> bool:
@@ -103,8 +105,9 @@ class Worker:
 
     @leaving.setter
     def leaving(self, leaving: bool) -> None:
-        self._leaving = leaving
-        self.changed()
+        if leaving != self._leaving:
+            self._leaving = leaving
+            self.changed()
 
     @property
     def mark(self) -> Mark:
@@ -112,8 +115,9 @@ class Worker:
 
     @mark.setter
     def mark(self, mark: Mark) -> None:
-        self._mark = mark
-        self.changed()
+        if mark != self._mark:
+            self._mark = mark
+            self.changed()
 
     @property
     def available(self) -> bool:
@@ -132,6 +136,9 @@ class Worker:
     @property
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets)
+
+    def _under_way(self) -> int:
+        return sum(target.in_flight + target.reserved + target.queued for target in self.targets)
 
     @property
     def limit(self) -> int:
@@ -208,10 +215,14 @@ class Fleet:
         """Names that are waited for."""
         self._strangers: dict[str, float] = {}
         """Names that are not waited for, each until when; the oldest first."""
+        self.changes = 0
+        """How often a worker has come or gone."""
         self._limited = 0
         """How many of them have limits."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
+        self.choices_with: Callable[[str], Iterable[frozenset[str] | None]] = lambda name: (None,)
+        """Of a worker: for its models, the names of the workers that serve each (None: all)."""
         self._lineups: dict[
             tuple[frozenset[str] | None, frozenset[str]], tuple[Lineup[Target], tuple[Worker, ...]]
         ] = {}
@@ -233,7 +244,7 @@ class Fleet:
 
     def _look_after(self, worker: Worker) -> None:
         """Of each worker that comes: what its turns alone may do to it has bounds, and what becomes of it is told."""
-        worker.health.may_suspect = self._may_suspect
+        worker.health.may_suspect = functools.partial(self._may_suspect, worker.name)
 
         def changed(change: Change) -> None:
             self._lineups.clear()
@@ -250,11 +261,18 @@ class Fleet:
             self._weights.begun(worker)
         self._lineups.clear()
 
-    def _may_suspect(self) -> bool:
-        """Whether turns alone may take out one more: never more than half. When all fail, it is what all stand on, or
-        the requests."""
-        known = [worker for worker in self._workers.values() if worker.known]
-        return 2 * (1 + sum(worker.health.cause is Cause.TURNS for worker in known)) <= len(known)
+    def _may_suspect(self, name: str) -> bool:
+        """Whether turns alone may take out this worker: never more than half of those that serve a model. When all
+        fail, it is what all stand on, or the requests. A model that it alone serves does not matter: its turns go on to
+        be tried there."""
+        some = False
+        for among in self.choices_with(name):
+            known = [each for each in self._workers.values() if each.known and (among is None or each.name in among)]
+            if len(known) > 1:
+                some = True
+                if 2 * (1 + sum(each.health.cause is Cause.TURNS for each in known)) > len(known):
+                    return False
+        return some
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self._workers.values())
@@ -290,11 +308,13 @@ class Fleet:
 
     def _welcome(self, worker: Worker) -> None:
         self._workers[worker.name] = worker
+        self.changes += 1
         self._limited += worker.limit > 0
         self._look_after(worker)
 
     def _dismiss(self, worker: Worker | None) -> None:
         if worker is not None:
+            self.changes += 1
             self._limited -= worker.limit > 0
             worker.dismiss()
             worker.pool.close()
@@ -397,6 +417,7 @@ class Fleet:
         """It is given something that could have gone elsewhere; equals take turns by that."""
         self._placements += 1
         target.placed = self._placements
+        target.worker.owed.chosen()
         if target.worker is self._trial:
             self._trial = None
             target.worker.health.trial_begun()

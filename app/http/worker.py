@@ -418,15 +418,15 @@ class Pool:
     def open(self) -> int:
         return len(self._all)
 
-    def beside(self, connect_limit: float) -> Pool:
-        """Another one to the same worker, for what is not to wait for turns, nor they for it."""
+    def beside(self, connect_limit: float, *, idle_limit: float) -> Pool:
+        """Another one to the same worker, for what is not to wait for turns, nor they for it. Limits in seconds."""
         return Pool(
             self._host,
             self._port,
             tls=self._tls,
             server_name=self._server_name,
             connect_limit=connect_limit,
-            idle_limit=self._idle_limit,
+            idle_limit=idle_limit,
             max_idle=1,
             names=self._names,
         )

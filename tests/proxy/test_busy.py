@@ -83,7 +83,7 @@ async def test_the_sessions_of_a_worker_that_is_down_move_in_their_next_turn() -
 async def test_a_worker_that_is_down_is_tried_with_a_new_session_and_found_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("app.fleet.health._TRIAL_WAITS", (0.0,))
+    monkeypatch.setattr("app.fleet.health._TRIAL_WAIT", 0.0)
     async with bench(saying(OK, SICK, SICK, SICK, SICK, OK), saying(OK)) as b:
         health = b.worker().health
         health.tolerance = Tolerance(down_after=0.02)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -13,7 +14,7 @@ from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, make_worker
 from app.http.names import Names
 from tests.support.http_model import Request
-from tests.support.raw import OK, Peer, Worker, to_each, until
+from tests.support.raw import OK, Peer, Worker, answers, to_each, until
 
 QUICK = Probing(interval=0.05, limit=0.3, key_line=b"authorization: Bearer k\r\n")
 
@@ -174,3 +175,43 @@ async def test_stopping_leaves_nothing_open() -> None:
         async with probed(f"http://127.0.0.1:{worker.port}"):
             await asyncio.sleep(0.01)
         assert len(worker.peers) == 1  # and `hang` ends, because its peer has gone
+
+
+async def test_many_workers_are_asked_less_often_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that probing costs no more than so many probes a second; all are asked at first, and those that may change."""
+    monkeypatch.setattr("app.fleet.probes._MOST_A_SECOND", 10)
+    asked = 0
+
+    async def answer(peer: Peer, request: Request) -> None:
+        nonlocal asked
+        asked += 1
+        await peer.send(OK)
+
+    async with Worker(to_each(answer)) as worker:
+        began = time.monotonic()
+        async with probed(*[f"http://127.0.0.1:{worker.port}"] * 8) as fleet:
+            assert [each.state for each in fleet] == ["up"] * 8
+            await until(lambda: asked >= 14)
+            assert asked <= 8 + 10 * 1.25 * (time.monotonic() - began) + 1
+
+
+async def test_workers_that_come_and_go_are_asked_and_forgotten() -> None:
+    kept = 0
+
+    async def script(peer: Peer) -> None:
+        nonlocal kept
+        kept += 1
+        try:
+            await answers(OK)(peer)
+        finally:
+            kept -= 1
+
+    async with Worker(script) as worker, probed(f"http://127.0.0.1:{worker.port}") as fleet:
+        for number in range(3):
+            tolerance = Tolerance(probed=True)
+            url = f"http://127.0.0.1:{worker.port}"
+            fleet.put(make_worker(url, name="x", connect_limit=1, idle_limit=4, tolerance=tolerance))
+            await until(lambda: state(fleet, 1) == "up")
+            if number % 2:
+                fleet.remove("x")
+        await until(lambda: kept == len(fleet))

@@ -116,6 +116,18 @@ async def test_what_all_serve_is_not_looked_at_any_further() -> None:
 
 
 @in_virtual_time
+async def test_who_serves_what_a_worker_serves() -> None:
+    async with catalog_of(Workers(x=["m"], y=["m", "n"], z=["m", "n", "o"], u=["m"])) as catalog:
+        assert catalog.choices_with("x") == {None}
+        assert catalog.choices_with("y") == {None, frozenset("yz")}
+        assert catalog.choices_with("z") == {None, frozenset("yz"), frozenset("z")}
+    async with catalog_of(Workers(x=["m"], y=["n"], z=KEYED)) as catalog:
+        assert catalog.choices_with("x") == {frozenset("xz")}
+        assert catalog.choices_with("z") == {frozenset("xz"), frozenset("yz")}
+    assert Catalog.off(fleet_of("x")).choices_with("x") == {None}
+
+
+@in_virtual_time
 async def test_a_worker_whose_list_nobody_knows_may_serve_any_model() -> None:
     workers = Workers(x=["m"], y=AWAY, z=KEYED)
     async with catalog_of(workers) as catalog:

@@ -489,7 +489,7 @@ def test_a_third_place_is_none_that_has_served() -> None:
     assert set(story.broken_rules()) & {"moved without cause", "split session"}
 
 
-@pytest.mark.parametrize("kind", ["worker-killed", "worker-sick", "worker-hung"])
+@pytest.mark.parametrize("kind", ["worker-killed", "worker-sick", "worker-hung", "worker-removed"])
 @pytest.mark.parametrize(("ill", "rules"), [("w0", []), ("w2", ["moved without cause"])])
 def test_the_worker_that_was_left_was_ill(kind: str, ill: str, rules: list[str]) -> None:
     story = outage()
@@ -779,3 +779,34 @@ def test_a_violation_is_told_with_what_everybody_saw() -> None:
     assert "begins t1" in told
     assert "disk-full" in told
     assert "t2" not in told
+
+
+# -- what operators have said of workers
+
+
+@pytest.mark.parametrize(("at", "legal"), [(0.5, True), (1.9, True), (2.1, False), (5.5, False), (6.5, True)])
+def test_a_cordoned_worker_is_given_no_new_session(at: float, legal: bool) -> None:
+    """Every replica has two seconds to hear of it."""
+    story = Story()
+    story.fault("worker-cordoned", "w0", 0, 6)
+    story.turn(at, "created", "w0")
+    assert story.broken_rules() == ([] if legal else ["placed at a cordoned worker"])
+
+
+def test_a_cordoned_worker_keeps_its_sessions() -> None:
+    story = Story(ttl=100)
+    story.turn(-1, "created", "w0")
+    story.fault("worker-cordoned", "w0", 0, 6)
+    story.turn(3, "cached", "w0")
+    assert story.broken_rules() == []
+    story.turn(4, "rebound", "w1")
+    assert story.broken_rules() == ["split session"]
+
+
+def test_who_could_not_hear_of_a_mark_cannot_obey() -> None:
+    for kind, target in (("replica-frozen", "r0"), ("quorum-lost", "")):
+        story = Story()
+        story.fault("worker-cordoned", "w0", 0, 6)
+        story.fault(kind, target, 1, 2.5)
+        story.turn(3, "created", "w0")
+        assert story.broken_rules() == []

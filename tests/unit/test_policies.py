@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from random import Random
 
 import pytest
 
@@ -51,10 +53,11 @@ KEYS = [hasher.key(b"", b"%d" % number) for number in range(3000)]
 
 
 class Placing:
-    """One replica: picks by a policy and acts on it, as a session's first turn does, or a turn without one."""
+    """One replica: picks by a policy and acts on it, as a session's first turn does, or a turn without one. Workers
+    begin to answer at once, unless they owe (`owing`)."""
 
-    def __init__(self, policy: Policy = least_loaded, count: int = 3, *, ranks: int = 1) -> None:
-        self.policy, self.clock = policy, Clock()
+    def __init__(self, policy: Policy = least_loaded, count: int = 3, *, owing: bool = False) -> None:
+        self.policy, self.clock, self.owing = policy, Clock(), owing
         self.fleet = Fleet((worker_of(number, self.clock) for number in range(count)), clock=self.clock)
         self.keys = iter(KEYS)
         self.of: dict[str, Target] = {}
@@ -65,13 +68,17 @@ class Placing:
 
     def __call__(self) -> Target:
         target = self.policy(self.fleet.candidates())
-        self.fleet.note_placed(target)
+        self.note(target)
         return target
+
+    def note(self, target: Target) -> None:
+        self.fleet.note_placed(target)
+        target.worker.health.good += not self.owing
 
     def session(self, key: str = "", lost: Iterable[str] = ()) -> Target:
         key = key or next(self.keys)
         target = self.policy(self.fleet.candidates(frozenset(lost), key=key))
-        self.fleet.note_placed(target)
+        self.note(target)
         target.sessions += 1
         self.of[key] = target
         return target
@@ -255,6 +262,137 @@ def test_the_least_loaded_of_equals_has_the_fewest_sessions() -> None:
     assert least(some) is some[2]
     some[2].turns_elsewhere = 1
     assert least(some) is some[1]
+
+
+# -- workers that owe answers
+
+
+@pytest.mark.parametrize("turns", ["sessions", "without one"])
+def test_who_owes_answers_is_passed_over_until_it_answers(turns: str) -> None:
+    place = Placing()
+    silent, *others = place.targets
+    for target in others:
+        target.in_flight = 6
+    for _ in range(2):
+        before = silent.in_flight
+        for _ in range(30):
+            target = place.session() if turns == "sessions" else place()
+            if target is silent:
+                target.worker.health.good -= 1
+                target.in_flight += 1
+        assert silent.in_flight == before + 3
+        silent.worker.health.good += 1
+
+
+def test_when_all_owe_answers_load_decides() -> None:
+    """A burst at workers that nobody has heard of yet."""
+    place = Placing(owing=True)
+    for _ in range(300):
+        place.session().in_flight += 1
+    assert [target.in_flight for target in place.targets] == [100, 100, 100]
+
+
+def test_who_owes_answers_is_given_more_when_others_have_much_more_to_do() -> None:
+    place = Placing()
+    slow, *others = place.targets
+    for _ in range(100):
+        target = place()
+        target.in_flight += 1
+        if target is slow:
+            slow.worker.health.good -= 1
+    assert 3 < slow.in_flight < 100 / 8
+    assert unevenness(target.in_flight for target in others) <= 1.1
+
+
+def test_what_clients_have_left_is_not_owed() -> None:
+    place = Placing(owing=True)
+    left = place.targets[0]
+    for _ in range(3):
+        place.note(left)
+    left.in_flight = 2
+    assert left.worker.owed.much
+    place.clock.now += 1  # its claim was made, and the third has been there and left
+    assert not left.worker.owed.much
+    place.note(left)
+    assert left.worker.owed.much
+
+
+def test_who_failed_all_and_may_not_be_suspected_is_tried_now_and_then() -> None:
+    place = Placing()
+    sick = place.targets[0].worker
+    sick.health.may_suspect = lambda: False
+    tried = []
+    for second in range(120):
+        for number in range(10):
+            place.clock.now = second + number / 10
+            target = place()
+            if target.worker is sick:
+                sick.health.good -= 1
+                sick.health.failed("status 500")
+                tried.append(second)
+    assert sick.state == "up"
+    assert 3 < len(tried) <= 40
+    assert tried[-1] > 90
+
+
+class Crowd:
+    """Clients in the order of time: some at each of two replicas, each with a new session when the turn of its last one
+    has ended."""
+
+    def __init__(self, seed: int, how: str) -> None:
+        """`how` worker w0 is sick, once it is."""
+        self.rng, self.how = Random(seed), how
+        self.both = [Placing(owing=True), Placing(owing=True)]
+        self.ends: list[tuple[float, int, Placing, Target, bool]] = []
+        self.now = 1000.0
+        self.sick = False
+        self.begun = self.failed = 0
+
+    def run(self, turns: int, *, clients: int = 30, until_idle: bool = True) -> None:
+        last = self.begun + turns
+        while len(self.ends) < clients:
+            self.begin(self.both[self.begun % 2])
+        while self.ends and (until_idle or self.begun < last):
+            self.now, _, place, target, fails = heapq.heappop(self.ends)
+            place.clock.now = self.now
+            target.in_flight -= 1
+            if fails:
+                self.failed += 1
+                target.worker.health.failed("status 500")
+            else:
+                target.worker.health.good += 1
+            if self.begun < last:
+                self.begin(place)
+
+    def begin(self, place: Placing) -> None:
+        place.clock.now = self.now
+        target = place.session()
+        target.in_flight += 1
+        fails = self.sick and name(target) == "w0"
+        takes = self.rng.uniform(0.001, 0.02)
+        if fails:
+            takes = {"fails at once": 0.001, "fails": takes, "fails late": 0.2, "is silent": 3.0}[self.how]
+        heapq.heappush(self.ends, (self.now + takes, self.begun, place, target, fails))
+        self.begun += 1
+
+
+@pytest.mark.parametrize("how", ["fails at once", "fails", "fails late", "is silent"])
+def test_a_sick_worker_costs_no_more_than_its_share_of_what_comes_at_once(how: str) -> None:
+    """From the start, when nobody has heard of it yet, or from mid-run. Of those that run while it falls ill, some more
+    are sent on its old answers."""
+    for seed in range(4):
+        for before in (0, 60):
+            crowd = Crowd(seed, how)
+            if before:
+                crowd.run(before)
+            crowd.sick = True
+            crowd.run(150)
+            assert crowd.failed <= 10, (seed, before)
+        crowd = Crowd(seed, how)
+        crowd.run(60 + seed, until_idle=False)
+        crowd.sick = True
+        crowd.run(150)
+        assert crowd.failed <= 20, seed
 
 
 # -- two replicas

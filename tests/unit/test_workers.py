@@ -197,6 +197,25 @@ def test_turns_alone_take_out_at_most_half() -> None:
     assert names(fleet) == "eab"
 
 
+def test_turns_alone_take_out_at_most_half_of_those_that_serve_a_model() -> None:
+    """However many others there are, and of each model that a worker serves."""
+    workers, fleet = of("abcdefghij")
+    base, tuned, alone = frozenset("abcdef"), frozenset("ab"), frozenset("c")
+    choices = {name: [base] for name in "def"} | {name: [base, tuned] for name in "ab"} | {"c": [base, alone]}
+    fleet.choices_with = lambda name: choices.get(name, [None])
+    for name in "ab":  # both, or the tuned model had nobody
+        fail(workers[name])
+    assert [workers[name].state for name in "ab"] == ["suspect", "up"]
+    for name in "cdef":  # that c alone serves another one does not save it
+        fail(workers[name])
+    assert [workers[name].state for name in "cdef"] == ["suspect", "suspect", "up", "up"]
+    for name in "gh":  # those that may serve any model: half of all
+        fail(workers[name])
+    assert [workers[name].state for name in "gh"] == ["suspect", "suspect"]
+    fail(workers["i"])
+    assert workers["i"].state == "up"
+
+
 def test_suspected_ones_are_candidates_when_most_are() -> None:
     workers, fleet = of("abc", probed=True)
     for worker in workers.values():

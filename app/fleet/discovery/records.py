@@ -13,7 +13,7 @@ import ipaddress
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -141,6 +141,14 @@ async def _close(events: object) -> None:
         await closable.aclose()
 
 
+class _Read(NamedTuple):
+    """A record, and what it says; None: it cannot be used, and why."""
+
+    value: bytes
+    spec: WorkerSpec | None
+    why: str = ""
+
+
 class RegistrySource:
     """The workers that are registered."""
 
@@ -150,6 +158,8 @@ class RegistrySource:
         """`host`: `this_host()`. `close` gives up what the registry stands on, where that is ours."""
         self.label = label
         self._registry, self._host, self._close = registry, host, close
+        self._read: dict[str, _Read] = {}
+        """What the records say. Each is read once, however often others change."""
 
     async def says(self) -> AsyncIterator[Said]:
         async for said in follow(self._registry, WORKERS):
@@ -163,11 +173,17 @@ class RegistrySource:
             await self._close()
 
     def _view(self, records: Records) -> View:
-        workers: list[WorkerSpec] = []
-        refused: list[str] = []
-        for name, value in sorted(records.by_name.items()):
-            try:
-                workers.append(decode_record(value).spec(name, self._host))
-            except ValueError as error:
-                refused.append(f"{name}: {error}")
-        return View(tuple(workers), tuple(refused), records.emptied)
+        before = self._read
+        self._read = {
+            name: known if (known := before.get(name)) and known.value == value else self._read_one(name, value)
+            for name, value in sorted(records.by_name.items())
+        }
+        workers = tuple(each.spec for each in self._read.values() if each.spec is not None)
+        refused = tuple(f"{name}: {each.why}" for name, each in self._read.items() if each.spec is None)
+        return View(workers, refused, records.emptied)
+
+    def _read_one(self, name: str, value: bytes) -> _Read:
+        try:
+            return _Read(value, decode_record(value).spec(name, self._host))
+        except ValueError as error:
+            return _Read(value, None, str(error))

@@ -78,6 +78,8 @@ in `Verdict.moves`.
 A `created` turn needs a release even if it came to the same worker again. What was excused by what is counted in
 `Verdict.changes`, so that a rule that excuses too much is seen.
 
+Where operators have cordoned a worker, no new session is placed (`check_marks`); its sessions stay: that is no cause.
+
 The other rules: no claim outlives its TTL (`check_idle`); a final turn has closed when the client has seen its end
 (`check_finals`); no turn is lost, run twice, or said to be where it was not (`check_turns`). That nothing is left at
 the end is for the run to check: it needs the processes.
@@ -119,8 +121,10 @@ LATE_PEERS = 3
 """So many answers of peers may have been late in a run, on a machine that was not seen to be slow."""
 LEFT_OUT = 2.0
 """Seconds after a replica was late until the others ask it again."""
-ILL = ("worker-killed", "worker-sick", "worker-hung")
+ILL = ("worker-killed", "worker-sick", "worker-hung", "worker-removed")
 """Faults for which a worker's sessions may move, until every replica has found it well again."""
+OBEYED = 2.0
+"""Seconds until every replica obeys an operator's word."""
 RETRYABLE = (408, 409, 425, 429)
 LEFT = "left at [DONE]"
 """The note of a turn whose client did not wait for the end of the body: its worker may call it aborted."""
@@ -174,9 +178,10 @@ class Fault:
 
     kind: str
     """replica-killed | replica-frozen | worker-killed | worker-frozen (for less than probes tell) | worker-hung (for
-    longer) | worker-sick | member-killed | member-frozen | quorum-lost | store-wiped | store-cut | calls-hang |
-    compacted | disk-full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended |
-    machine-slow (not its doing)"""
+    longer) | worker-sick | worker-removed (or drained, from the deadline on) | worker-cordoned | worker-marked (it is
+    taken back) | member-killed | member-frozen | quorum-lost | store-wiped | store-cut | calls-hang | compacted | disk-
+    full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended | machine-slow (not its
+    doing)"""
     target: str = ""
     """Of a claim: the session. Of links to the store (cut, or with single calls that hang): the replica. Of a slow
     machine: the replica that was slow, or nobody: all."""
@@ -276,6 +281,7 @@ def check(history: History) -> Verdict:
     for name, turns in sent.items():
         session = _Session(name, turns, served, faults)
         check_turns(session, verdict)
+        check_marks(session, verdict)
         if check_place(session, verdict):
             check_moves(session, verdict)
         check_idle(session, verdict)
@@ -921,6 +927,27 @@ def _together(session: _Session, turn: Sent) -> set[str] | None:
     if "rebound" in found and any(session.faults.overlap(kind, None, turn.start, until) for kind in ILL):
         found.add("created")  # at a worker that was not there, and then at another one
     return None if None in found or "degraded" in found else {how for how in found if how}
+
+
+def check_marks(session: _Session, verdict: Verdict) -> None:
+    """No new session is placed at a worker that is cordoned, once every replica has had the time to hear of it."""
+    first = min(session.turns, key=lambda turn: turn.start)
+    faults = session.faults
+    if first.affinity != "created" or first.head is None or first.worker is None:
+        return
+    for mark in faults.of("worker-cordoned", first.worker):
+        if not mark.start + OBEYED <= first.start <= first.head <= mark.end:
+            continue
+        since = mark.start - RECOVERY
+        if not faults.replica_disturbed(first.replica, since, first.head) and not faults.store_disturbed(
+            since, first.head
+        ):
+            text = f"{first.id} was placed at {first.worker} by {first.replica}, {first.start - mark.start:.1f} s after"
+            _violate(verdict, "placed at a cordoned worker", session.name, first.start, text)
+        return
+    verdict.facts["new sessions while a worker was cordoned"] += any(
+        mark.start + OBEYED <= first.start <= mark.end for mark in faults.of("worker-cordoned")
+    )
 
 
 # --- rule 3: no turn is lost ------------------------------------------------------------------------------------------

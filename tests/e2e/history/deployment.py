@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import resource
 import subprocess
 import time
@@ -175,6 +176,16 @@ class Deployment:
             if said.status == 200:
                 return str(said.json["outcome"])
         return ""
+
+    async def mark_worker(self, node: Node, word: str, rng: random.Random) -> bool:
+        """An operator says it (`cordon`, `drain?deadline=1` ...) to the first replica that can take it; whether one
+        could."""
+        for replica in rng.sample(self.replicas, len(self.replicas)):
+            with contextlib.suppress(OSError, Cut, TimeoutError):
+                said = await ask(replica.url, "POST", f"/admin/workers/{node.name}/{word}")
+                if said.status == 200:
+                    return True
+        return False
 
     async def kill_worker(self, node: Node) -> None:
         """Take what it has recorded, then SIGKILL. What it does in the moment between is not known."""

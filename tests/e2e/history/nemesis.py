@@ -23,7 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
-from tests.e2e.history.checker import Fault
+from tests.e2e.history.checker import OBEYED, Fault
 from tests.e2e.history.deployment import Deployment, Node
 from tests.e2e.history.load import Load
 from tests.support.etcd import EtcdServer
@@ -39,6 +39,7 @@ NOTICED_S = 0.3
 ACTS = {
     "replica": ("kill-replica", "freeze-replica", "end-by-admin"),
     "worker": ("kill-worker", "freeze-worker", "sicken-worker", "flap-worker", "hang-worker"),
+    "marks": ("cordon-worker", "drain-worker", "remove-worker"),
     "files": ("fill-disk", "remove-files", "garble-files", "replace-files"),
     "members": (
         "freeze-member",
@@ -56,7 +57,10 @@ ACTS = {
     "links": ("cut-links", "cut-links-apart", "hang-calls"),
 }
 """By lane: those of one lane come one after another, the lanes go on side by side. `_kill_replica` is kill-replica."""
-LANES = {"file": ("replica", "worker", "files"), "etcd": ("replica", "worker", "members", "links")}
+LANES = {
+    "file": ("replica", "worker", "marks", "files"),
+    "etcd": ("replica", "worker", "marks", "members", "links"),
+}
 
 Act = Callable[[random.Random], Awaitable[None]]
 
@@ -213,6 +217,45 @@ class Nemesis:
             await self._wait(rng.uniform(0.3, 3.0))
             await clear_faults(worker)
             await self._wait(rng.uniform(0.1, 1.0))
+        self._watch_over(worker, fault)
+
+    async def _cordon_worker(self, rng: random.Random) -> None:
+        """New sessions go elsewhere, its own stay."""
+        if worker := self._well_worker(rng):
+            self._ill[worker.name] = asyncio.ensure_future(asyncio.sleep(0))  # nothing else befalls it meanwhile
+            if await self._deployment.mark_worker(worker, "cordon", rng):
+                fault = self._begin("worker-cordoned", worker.name)
+                await self._wait(OBEYED + rng.uniform(1.0, 5.0))
+                fault.end = time.time()
+            await self._come_back(worker, self._begin("worker-marked", worker.name), rng)
+
+    async def _drain_worker(self, rng: random.Random) -> None:
+        """From the deadline on, and not before, its sessions move."""
+        if worker := self._well_worker(rng):
+            deadline = rng.uniform(0.5, 3.0)
+            fault = Fault(kind="worker-removed", target=worker.name, start=time.time() + deadline)
+            await self._take_out(worker, f"drain?deadline={deadline:.3f}", fault, deadline, rng)
+
+    async def _remove_worker(self, rng: random.Random) -> None:
+        """It is of the fleet no more; and then another one comes under its name."""
+        if worker := self._well_worker(rng):
+            await self._take_out(
+                worker, "remove", Fault(kind="worker-removed", target=worker.name, start=time.time()), 0.0, rng
+            )
+
+    async def _take_out(self, worker: Node, word: str, fault: Fault, seconds: float, rng: random.Random) -> None:
+        self.faults.append(fault)
+        self._ill[worker.name] = asyncio.ensure_future(asyncio.sleep(0))
+        if await self._deployment.mark_worker(worker, word, rng):
+            await self._wait(seconds + rng.uniform(1.0, 4.0))
+        await self._come_back(worker, fault, rng)
+
+    async def _come_back(self, worker: Node, fault: Fault, rng: random.Random) -> None:
+        """What was said of it is taken back, by whoever can."""
+        give_up_at = time.monotonic() + WELL_LIMIT_S
+        while not await self._deployment.mark_worker(worker, "uncordon", rng):
+            assert time.monotonic() < give_up_at, f"nobody takes back what was said of {worker.name}"
+            await asyncio.sleep(0.2)
         self._watch_over(worker, fault)
 
     async def _freeze(self, worker: Node, seconds: float) -> None:

@@ -10,6 +10,7 @@ import secrets
 import ssl
 from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from fastapi import FastAPI
@@ -45,6 +46,7 @@ from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.access import AccessLog
 from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
@@ -54,6 +56,8 @@ from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
 from backends.base import ClaimStore
 
+_VISIBLE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
+"""What of a replica's name stands in a header as it is."""
 _LAG_EVERY = 0.1
 """Seconds between looks at the loop's lag."""
 
@@ -251,6 +255,10 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                 names=names,
                 peers=peers,
             )
+            access = None
+            if settings.process.access_log != "off":
+                access = AccessLog(every=settings.process.access_log == "all")
+                stack.callback(access.close)
             bounds = Bounds(
                 per_tenant=settings.limits.max_turns_per_tenant,
                 queue=settings.limits.queue_limit,
@@ -287,6 +295,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                     limits=_turn_limits(settings),
                     capacity=app.capacity,
                     bounds=bounds,
+                    access=access,
+                    own_headers=((b"x-coatcheck-replica", quote(settings.store.replica, safe=_VISIBLE).encode()),),
                 )
             )
             app.replicas = Replicas(

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     settings, origins = read_settings(flags, args.config)
     if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
-    configure_logging(settings.process.log_level)
+    configure_logging(settings)
     try:
         asyncio.run(_try_store(settings))
     except StoreConfigurationError as error:

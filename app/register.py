@@ -19,7 +19,6 @@ import math
 import re
 import secrets
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,7 +27,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from app import Trouble
+from app import Trouble, logs
 from app.config import mask
 from app.fleet.discovery.records import (
     WORKERS,
@@ -265,8 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or SIGINT, and through the drain. Returns the exit code. Raises Trouble."""
-    logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up("info")
     try:
         url = normal_url(args.worker_url)
         check_reachable(url, from_here=True)

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, cast
 import uvicorn
 from fastapi import FastAPI
 
-from app import Trouble, children, version
+from app import Trouble, children, logs, version
 from app.config import Settings, mask
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
@@ -42,8 +42,9 @@ from app.listening import (
     read_peer_address,
     removed_at_end,
 )
+from app.logs import event
 from app.main import Router, create_app
-from app.reloading import LOOK_EVERY, Passed, Rereading
+from app.reloading import LOOK_EVERY, NOT_TAKEN_UP, Passed, Rereading
 
 log = logging.getLogger("coatcheck")
 
@@ -200,21 +201,10 @@ def raise_open_files() -> int:
     return soft
 
 
-def configure_logging(level: str) -> None:
-    """Everything to stderr; other libraries' small talk left out."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
-    for name in ("httpx", "httpcore", "watchfiles", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not for what uvicorn calls an error and we do on purpose."""
-    # A turn was still running when its time at shutdown was over; uvicorn has said how many those were.
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+def configure_logging(settings: Settings) -> None:
+    """As they say, for this process. One of several says its own replica's name, their parent what those begin with."""
+    process = settings.process
+    logs.set_up(process.log_level, process.log_format, settings.store.replica)
 
 
 class _Protocol:
@@ -237,6 +227,31 @@ class _Protocol:
 
     def __call__(self, **how: Any) -> asyncio.Protocol:
         return self._made(**how)
+
+
+class _Farewell:
+    """Tells how a router ends, each step once."""
+
+    def __init__(self, running: Callable[[], int]) -> None:
+        """`running`: turns."""
+        self._running = running
+        self._told = False
+
+    def begins(self, delay: float) -> None:
+        if not self._told:
+            self._told = True
+            turns = self._running()
+            text = "draining: /ready fails now, and the port closes in %g s; %d turns run"
+            log.info(text, delay, turns, extra=event("draining", seconds=delay, turns=turns))
+
+    def port_closes(self, limit: float) -> None:
+        turns = self._running()
+        text = "the port is closed; %d turns that run have %g s to end"
+        log.info(text, turns, limit, extra=event("port_closed", turns=turns, seconds=limit))
+
+    def ends(self) -> None:
+        cut = self._running()
+        log.info("stopped%s", f"; {cut} turns were cut" if cut else "", extra=event("stopped", cut=cut))
 
 
 class Server(uvicorn.Server):
@@ -292,6 +307,7 @@ class Server(uvicorn.Server):
         self._announce = announce
         self._forceful = forceful
         self._exit_at: float | None = None
+        self._farewell = _Farewell(lambda: router.turns.count if self.started else 0)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         _keep_freed_memory()
@@ -311,7 +327,8 @@ class Server(uvicorn.Server):
             try:
                 await self._router.follow(settings)
             except (ValueError, OSError) as error:  # it has changed once more since it was checked
-                log.warning("the settings stay as they were: %s", mask(str(error)))
+                said = mask(str(error))
+                log.warning(NOT_TAKEN_UP, said, extra=event("reload_refused", reason=said))
             except Exception:  # a fault of ours: the operator sees it in the log, and turns go on
                 log.exception("the settings could not be taken up")
             else:
@@ -321,12 +338,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._following is not None:
             self._following.cancel()
+        self._farewell.port_closes(self.config.timeout_graceful_shutdown or 0)
         capacity = self._router.capacity
         if capacity is not None:
             # Turns that still wait when this time is nearly over will not be served. They are told, not cut.
             seconds = self.config.timeout_graceful_shutdown or 0
             asyncio.get_running_loop().call_later(max(0.0, seconds - max(_TO_TELL, seconds / 10)), capacity.close)
         await super().shutdown(sockets)
+        self._farewell.ends()
 
     async def serve_beside(self) -> None:
         """The other listeners, as uvicorn makes the first: closed, drained and waited for with it."""
@@ -355,8 +374,10 @@ class Server(uvicorn.Server):
             signal.raise_signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._exit_at is not None and time.monotonic() >= self._exit_at:
-            self.should_exit = True
+        if self._exit_at is not None:
+            # Not from the signal's handler, which may have come in the middle of a line.
+            self._farewell.begins(self._drain_delay)
+            self.should_exit = self.should_exit or time.monotonic() >= self._exit_at
         return await super().on_tick(counter)
 
 
@@ -400,10 +421,13 @@ class _Supervisor:
                     children.stop([child], grace=0)
                     if child.returncode > 0:
                         # It gave up by itself, as they do when they cannot start. The next one would do the same.
-                        log.error("process %d ended with exit code %d; all are stopped", child.pid, child.returncode)
+                        said = event("process_failed", process=child.pid, code=child.returncode)
+                        text = "process %d ended with exit code %d; all are stopped"
+                        log.error(text, child.pid, child.returncode, extra=said)
                         return 1
                     ended = children.spoken_end(child.returncode)
-                    log.error("process %d %s; another one takes its place", child.pid, ended)
+                    said = event("process_lost", process=child.pid, reason=ended)
+                    log.error("process %d %s; another one takes its place", child.pid, ended, extra=said)
                     if lived < _SHORT_LIFE:
                         time.sleep(_SHORT_LIFE)
                     self._start()
@@ -424,7 +448,8 @@ class _Supervisor:
             try:
                 self._passed.write(settings)
             except (ValueError, OSError) as error:  # a file with a secret has changed once more since it was checked
-                log.warning("the settings stay as they were: %s", mask(str(error)))
+                said = mask(str(error))
+                log.warning(NOT_TAKEN_UP, said, extra=event("reload_refused", reason=said))
             else:
                 self._settings = settings
 
@@ -459,7 +484,7 @@ def _announce(settings: Settings, listeners: _Listeners) -> None:
     ]
     if listeners.admin:
         parts.append(f"admin API at {_where(listeners.admin[0]).url}")
-    log.info(", ".join(parts))
+    log.info(", ".join(parts), extra=event("serving", version=version()))
     place = settings.access.admin_place or Place(settings.listen.host, settings.listen.port)
     if not settings.access.token and not place.is_local:
         where = _where([*listeners.admin, *listeners.public][0])
@@ -486,7 +511,7 @@ def _serve_as_child() -> int:
     from the last one they come when they change."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent's to hear
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
-    configure_logging(settings.process.log_level)
+    configure_logging(settings)
     public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
     passed = Passed(int(sys.argv[2]))
     replica = settings.store.replica

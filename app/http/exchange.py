@@ -123,6 +123,8 @@ class Exchange:
     _chunked = False
     _sized = False
     _no_body = False
+    sent = 0
+    """Bytes of the answer's body."""
     # The turn, from `begin` to its end, which may be long after the answer's.
     begun = False
     _turn: Turn | None = None
@@ -274,7 +276,8 @@ class Exchange:
             return True
         if self._no_body:
             data = b""
-        elif self._chunked:
+        self.sent += len(data)
+        if self._chunked:
             if data:
                 data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if end else b"%x\r\n%b\r\n" % (len(data), data)
             elif end:
@@ -295,6 +298,7 @@ class Exchange:
     def write_chunk(self, frame: bytes, start: int) -> bool:
         if self._head is not None or not self._chunked:
             return self.write(frame[start:-2], False)
+        self.sent += len(frame) - start - 2
         connection = self._connection
         connection.write(frame)
         return not connection.write_paused

@@ -44,6 +44,11 @@ class Spread:
         return self._by.how
 
     @property
+    def key(self) -> str:
+        """The session's own, its hash."""
+        return self._own.key
+
+    @property
     def own(self) -> bool:
         return self._by.own
 

@@ -17,16 +17,18 @@ from typing import Any
 
 import msgspec
 
-from app.errors import ClientDisconnected, TurnError, error_response
+from app.errors import TABLE, ClientDisconnected, TurnError, error_response
 from app.fleet.capacity import Bounds, Capacity, Choice, Full
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
+from app.logs import event, shown
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
 from app.sessions.resolver import Placement
 from app.sessions.spread import Hold
+from app.turn.access import AccessLog, Told
 from app.turn.answer import Answer
 from app.turn.kept import Kept
 from app.turn.presence import Presence
@@ -66,6 +68,10 @@ class Shared(msgspec.Struct, frozen=True):
     """None: as many turns as come, anywhere."""
     bounds: Bounds = Bounds()
     """Of waiting for a slot."""
+    access: AccessLog | None = None
+    """None: the log has no line of any turn."""
+    own_headers: tuple[Header, ...] = ()
+    """Said in every answer: which replica this is."""
 
 
 class Turns:
@@ -131,6 +137,9 @@ class Turn:
     _outcome: TurnOutcome = "completed"
     _status = 0
     """What the worker answered; 0: nothing."""
+    _attempts = 0
+    _refusal: TurnError | None = None
+    """Why it was answered with an error of ours."""
     _left_at = 0.0
     """When the client left that had its answer, of which only the worker's end had not come. 0: it did not."""
 
@@ -167,7 +176,8 @@ class Turn:
                 await self._presence.in_any_case(self._binding.left())
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
-            log.exception("turn %s failed", self._request.id.decode("latin-1"))
+            name = self._request.id.decode("latin-1")
+            log.exception("turn %s failed", name, extra=event("fault", request=name))
             if self._answer is not None:
                 raise  # the server cuts the connection
             await self._refuse(TurnError("internal_error", "the router failed; its log has the reason"))
@@ -241,6 +251,7 @@ class Turn:
                 slot = slots.hand_over()
             with Attempt(self._decision.target, self._presence, metrics, self._loop, slot) as attempt:
                 self._attempt = attempt
+                self._attempts += 1
                 worker = attempt.target.worker
                 try:
                     connection = None if fresh else worker.pool.take()
@@ -326,6 +337,7 @@ class Turn:
     async def _refuse(self, error: TurnError) -> None:
         """Answer with an error of our own, before any response was started."""
         status, headers, body = error_response(error, self._exchange.raw_path, self._request.id)
+        self._refusal = error
         if self._outcome != "failed":
             self._outcome = "rejected" if status < 500 else "unplaced" if error.code in _UNPLACED else "worker_error"
         if self._binding is not None and self._request.identity.final:
@@ -339,7 +351,7 @@ class Turn:
         body = await self._presence.unless_gone(routing.explain(self._request, self._hint, kept))
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        self._say(200, [*headers, (b"x-request-id", self._request.id)], body)
+        self._say(200, [*headers, (b"x-request-id", self._request.id), *self._shared.own_headers], body)
 
     def _account(self) -> None:
         """Count it, and give the session back, whatever happened."""
@@ -360,6 +372,41 @@ class Turn:
         metrics.turn(self._request.fields.model, self._outcome)
         metrics.turn_seconds.observe(self._loop.time() - self._began)
         self._running.discard(self)
+        access = self._shared.access
+        if access is not None and (self._outcome != "completed" or access.every):
+            access.told(self._told())
+
+    def _told(self) -> Told:
+        """For the access log."""
+        request, exchange, decision, answer = self._request, self._exchange, self._decision, self._answer
+        status, why = self._status, ""
+        if self._refusal is not None:
+            status, why = TABLE[self._refusal.code].status, f"{self._refusal.code}: {self._refusal}"
+        elif answer is not None and answer.failure is not None and self._outcome == "broken":
+            why = str(answer.failure)
+        elif self._outcome == "aborted":
+            status, why = self._status if answer is not None else 499, "the client left"
+        elif self._outcome == "explained":
+            status = 200
+        elif not status:
+            status = 500
+        return Told(
+            method=exchange.method.decode("latin-1"),
+            path=exchange.raw_path.decode("latin-1"),
+            status=status,
+            outcome=self._outcome,
+            why=why,
+            request=request.id.decode("latin-1"),
+            tenant=request.tenant.decode(),
+            session="" if self._binding is None else shown(self._binding.key),
+            worker="" if decision is None else decision.target.worker.name,
+            rank=None if decision is None else decision.target.rank,
+            affinity="" if decision is None else decision.how,
+            attempts=self._attempts,
+            first_byte_ms=round(1000 * answer.ttft, 1) if answer is not None and answer.came else None,
+            ms=round(1000 * (self._loop.time() - self._began), 1),
+            bytes=exchange.sent,
+        )
 
     # -- steps of it
 
@@ -551,8 +598,9 @@ class Turn:
     def _own_headers(self) -> list[Header]:
         decision = self._decision
         if decision is None:
-            return [_AFFINITY_HEADERS["none"], (b"x-request-id", self._request.id)]
-        return [_AFFINITY_HEADERS[decision.how], (b"x-request-id", self._request.id), *decision.target.headers]
+            return [_AFFINITY_HEADERS["none"], (b"x-request-id", self._request.id), *self._shared.own_headers]
+        headers = [_AFFINITY_HEADERS[decision.how], (b"x-request-id", self._request.id), *self._shared.own_headers]
+        return headers + decision.target.headers
 
     def check_limits(self, now: float) -> None:
         """Cut the attempt when the worker has been silent, or the turn has lasted, longer than is allowed."""

@@ -26,7 +26,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.upper().startswith("COATCHECK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(options, "configure_logging", lambda level: None)
+    monkeypatch.setattr(options, "configure_logging", lambda settings: None)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ commands of the README and of `docs/` that are marked `bash` or `python` are run
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from pathlib import Path
@@ -21,6 +22,7 @@ from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, RETRY_REASONS, Counte
 from app.sessions import identity
 from app.sessions.affinity import _KEPT_STATUSES
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
+from app.turn.access import Told
 from app.turn.request import DRY_RUN
 from app.turn.retry import Next
 from backends.base import CloseOutcome
@@ -181,6 +183,21 @@ def test_the_values_of_labels_are_those_that_the_code_counts() -> None:
     assert counted >= {"connects", "hints_ignored"}
     assert {then.value for then in Next} - {""} == set(RETRY_REASONS)
     assert {outcome.value for outcome in CloseOutcome} | {"expired"} == set(CLOSE_OUTCOMES)
+
+
+def test_the_events_of_the_log_are_those_that_the_code_tells_of() -> None:
+    told = {cells[0].strip("`"): cells[1] for cells in rows(section(REFERENCE, "Log"), "Event")}
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "app").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("event", "logs.event"):
+                (kind,) = node.args
+                assert isinstance(kind, ast.Constant)
+                assert isinstance(kind.value, str)
+                named = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                more = {*Told.__struct_fields__} if len(named) < len(node.keywords) else set()
+                found.setdefault(kind.value, set()).update(name.rstrip("_") for name in named | more)
+    assert {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in told.items()} == found
 
 
 def test_the_outcomes_of_turns_are_explained() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("app", "backends", "mocker")
-GROUND = {"app.errors", "app.metrics"}
+GROUND = {"app.errors", "app.logs", "app.metrics"}
 """Any house may stand on them; they know nothing of ours."""
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import platform
 import random
 import secrets
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
@@ -20,6 +22,7 @@ from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.exposition import text
 from app.fleet.capacity import Bounds, Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
@@ -33,6 +36,7 @@ from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
+from app.gathering import Member
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
@@ -189,9 +193,16 @@ def _marking(send: Send, crossing: Crossing) -> Send:
     return sending
 
 
-def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
+def create_app(
+    settings: Settings,
+    *,
+    store: ClaimStore | None = None,
+    peer_place: Place | None = None,
+    siblings: socket.socket | None = None,
+) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
-    `peer_place`: where the other replicas are told to find it; None: it has no peers."""
+    `peer_place`: where the other replicas are told to find it; None: it has no peers. `siblings`: leads to the parent
+    of several processes, of which this is one (`gathering`); it is closed with the router."""
     tls = worker_tls(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
@@ -214,6 +225,14 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         port=place.port,
         token=door.token,
     )
+
+    member = None if siblings is None else Member(siblings, metrics.families)
+
+    async def scrape(open_metrics: bool) -> bytes:
+        if member is not None:
+            return await member.scrape(open_metrics)
+        # In a thread: of a thousand workers it takes as long as a thousand turns.
+        return await asyncio.to_thread(text, metrics.families(), open_metrics)
 
     lists = ModelLists(fleet, tls)
     catalog = Catalog(
@@ -322,6 +341,9 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
             await asyncio.gather(prober.start(), catalog.start(claims.registry))
             lag = asyncio.create_task(_measure_lag(metrics))
             stack.callback(lag.cancel)
+            if member is not None:
+                gathered = asyncio.create_task(member.run())
+                stack.callback(gathered.cancel)
             stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
             app.replicas.start()
@@ -351,7 +373,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         add_control_plane(
             each,
             fleet=fleet,
-            metrics=metrics,
+            scrape=scrape,
             draining=lambda: app.draining,
             models=models,
             changed=catalog.look,
@@ -375,6 +397,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         admins=admins,
         replica=settings.store.replica,
         replicas=lambda: app.replicas,
+        ttl=max(settings.store.session_ttl, settings.store.kept_ttl),
     )
     return app
 
@@ -535,6 +558,11 @@ def _sessions(app: Router) -> Iterator[tuple[str, float]]:
 
 def _register_gauges(app: Router) -> None:
     affinity, metrics, turns = app.affinity, app.metrics, app.turns
+    build = (version(), platform.python_version())
+    metrics.table(
+        "coatcheck_build_info", "1, of this version.", ("version", "python"), lambda: [(build, 1.0)], merge="max"
+    )
+    metrics.gauge("coatcheck_processes", "Processes of this router whose figures these are.", lambda: 1)
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: turns.count)
     metrics.gauge(
@@ -545,19 +573,23 @@ def _register_gauges(app: Router) -> None:
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
-    metrics.gauge("coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up")
-    metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching)
+    metrics.gauge(
+        "coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up", merge="min"
+    )
+    metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching, merge="min")
     metrics.table(
         "coatcheck_worker_state",
         "1 for the state that a worker is in.",
         ("worker", "state"),
         lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
+        merge="max",
     )
     metrics.gauges(
         "coatcheck_worker_models",
         "Models that a worker lists; 0: none, or its list is not known.",
         "worker",
         lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
+        merge="max",
     )
     metrics.gauges(
         "coatcheck_worker_sessions",
@@ -582,12 +614,14 @@ def _register_gauges(app: Router) -> None:
         "1 while a source of workers answers.",
         "source",
         lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
+        merge="min",
     )
     metrics.gauges(
         "coatcheck_worker_source_workers",
         "Workers that a source names.",
         "source",
         lambda: ((label, count) for label, count, _ in app.discovery.overview()),
+        merge="max",
     )
     metrics.gauges(
         "coatcheck_worker_connections",

@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="check the settings, open the claim store and close it again, print what would be used, and end",
+        help="check the settings, open the claim store and close it again, print what would be used, and end; with "
+        "exit code 1 where the store cannot be reached",
     )
     parser.add_argument(
         "--probe",
@@ -70,12 +71,14 @@ def run(args: argparse.Namespace) -> int:
     if settings.registers_only and settings.store.claims.startswith("memory:"):
         raise Trouble(_NO_WORKER, code=2)
     configure_logging(settings)
+    away = False
     try:
         asyncio.run(_try_store(settings))
     except StoreConfigurationError as error:
         claims = origins["claims"].with_value(mask(settings.store.claims))
         raise Trouble(f"{claims}: {mask(str(error))}", code=2) from None
     except StoreError as error:
+        away = True
         print(
             f"coatcheck: warning: the claim store cannot be reached ({mask(str(error))}); until it can, new sessions "
             f"are {'placed by hash' if settings.store.on_store_outage == 'degrade' else 'refused'}",
@@ -83,7 +86,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.check:
         print(_overview(settings, origins))
-        return 0 if not args.probe or asyncio.run(_probe(settings)) else 1
+        well = not args.probe or asyncio.run(_probe(settings))
+        return 0 if well and not away else 1
     if args.probe:
         raise Trouble("--probe goes with --check", code=2)
     return serve(Rereading(settings, lambda: read_settings(flags, args.config), config_file(args.config)))

@@ -211,13 +211,18 @@ class Replicas:
         self._tasks: list[asyncio.Task[None]] = []
         self._record = self._make_record()
         self._places = _places(self._record)
-        metrics.gauge("coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1)
-        metrics.gauge("coatcheck_peers", "Other replicas that can be asked directly.", lambda: len(self._peers))
+        metrics.gauge(
+            "coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1, merge="max"
+        )
+        metrics.gauge(
+            "coatcheck_peers", "Other replicas that can be asked directly.", lambda: len(self._peers), merge="max"
+        )
         metrics.gauges(
             "coatcheck_replica_differs",
             "Other replicas that differ in what must agree, by setting.",
             "setting",
             self._count_differences,
+            merge="max",
         )
 
     # -- life

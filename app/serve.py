@@ -31,6 +31,7 @@ from fastapi import FastAPI
 
 from app import Trouble, children, logs, version
 from app.config import Settings, mask
+from app.gathering import Gathering
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
@@ -102,8 +103,12 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
                 else:
                     sockets = listen(place.host, place.port, patience=settings.limits.client_read_timeout)
             except OSError as error:
-                taken = error.errno == errno.EADDRINUSE
-                remedy = f"free it or choose another {port}" if taken else f"choose another {host}"
+                remedy = f"choose another {host}"
+                if error.errno == errno.EADDRINUSE:
+                    remedy = f"free it or choose another {port}"
+                elif error.errno == errno.EACCES and place.path is None:
+                    # What is below net.ipv4.ip_unprivileged_port_start.
+                    remedy = f"low ports need CAP_NET_BIND_SERVICE; give this process that, or choose a higher {port}"
                 raise Trouble(f"cannot listen on {place}: {error.strerror}; {remedy}") from None
             for listener in sockets:
                 stack.enter_context(contextlib.closing(listener))
@@ -397,6 +402,7 @@ class _Supervisor:
         self._settings = rereading.settings
         self._rereading = rereading
         self._passed = Passed()
+        self._gathering = Gathering()
         self._look_at = 0.0
         self._listeners = listeners
         self._numbers = itertools.count(1)
@@ -437,6 +443,7 @@ class _Supervisor:
                 listener.close()  # the processes have their own; in ours connections would wait for nobody
             drain = self._settings.process.drain_delay + self._settings.process.drain_timeout
             children.stop(self._running, grace=drain + _STOP_MARGIN, hurried=lambda: self._signals > 1)
+            self._gathering.close()
 
     def _pass_on(self) -> None:
         """Settings that have changed, to all processes."""
@@ -457,15 +464,18 @@ class _Supervisor:
         replica = f"{self._settings.store.replica}-{next(self._numbers)}"
         store = self._settings.store.model_copy(update={"replica": replica})
         environment = os.environ | {_SETTINGS_VARIABLE: self._settings.model_copy(update={"store": store}).dump()}
+        channel = self._gathering.admit(replica)
         descriptors = [[listener.fileno() for listener in each] for each in self._listeners]
         passed = self._passed.descriptor
         child = children.start(
             "app.serve",
             json.dumps(descriptors),
             str(passed),
+            str(channel.fileno()),
             environment=environment,
-            pass_fds=[passed, *itertools.chain(*descriptors)],
+            pass_fds=[passed, channel.fileno(), *itertools.chain(*descriptors)],
         )
+        channel.close()  # the process has its own
         self._running[child] = time.monotonic()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -507,8 +517,8 @@ def _where(listener: socket.socket) -> Place:
 
 
 def _serve_as_child() -> int:
-    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD`, the settings in the environment;
-    from the last one they come when they change."""
+    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD FD`, the settings in the
+    environment; from the last but one they come when they change, and the last leads to the parent's `Gathering`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent's to hear
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
     configure_logging(settings)
@@ -517,7 +527,9 @@ def _serve_as_child() -> int:
     replica = settings.store.replica
     try:
         with _peer_listeners(settings) as peers:
-            app = create_app(settings, peer_place=_advertised(settings, peers))
+            siblings = socket.socket(fileno=int(sys.argv[3]))
+            siblings.setblocking(False)
+            app = create_app(settings, peer_place=_advertised(settings, peers), siblings=siblings)
             changes = functools.partial(passed.changes, replica)
             Server(app, settings, admin, peers, changes=changes, forceful=False).run(public)
     except Trouble as trouble:

@@ -123,8 +123,8 @@ class Exchange:
     _chunked = False
     _sized = False
     _no_body = False
-    sent = 0
-    """Bytes of the answer's body."""
+    # Bytes of the answer's body, and pieces in which they went; not of one that was whole from the start.
+    sent = pieces = 0
     # The turn, from `begin` to its end, which may be long after the answer's.
     begun = False
     _turn: Turn | None = None
@@ -276,7 +276,9 @@ class Exchange:
             return True
         if self._no_body:
             data = b""
-        self.sent += len(data)
+        elif self._chunked or not end:
+            self.sent += len(data)
+            self.pieces += 1
         if self._chunked:
             if data:
                 data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if end else b"%x\r\n%b\r\n" % (len(data), data)
@@ -299,6 +301,7 @@ class Exchange:
         if self._head is not None or not self._chunked:
             return self.write(frame[start:-2], False)
         self.sent += len(frame) - start - 2
+        self.pieces += 1
         connection = self._connection
         connection.write(frame)
         return not connection.write_paused

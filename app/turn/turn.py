@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -43,6 +44,7 @@ _UNPLACED = frozenset(
     {"no_worker", "store_unavailable", "overloaded", "worker_unreachable", "worker_full", "fleet_full"}
 )
 """Errors of turns that no worker was given."""
+_MEASURED_OF = 16
 _AFTER_THE_LAST = 1.0
 """Seconds that are waited, at least, for what should follow an answer's last event."""
 _AFFINITY_HEADERS = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
@@ -81,6 +83,7 @@ class Turns:
         self._running: set[Turn] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._opened = 0
         self.share(shared)
 
     def share(self, shared: Shared) -> None:
@@ -103,6 +106,9 @@ class Turns:
             loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
 
         turn = Turn(self.shared, self._running, loop, exchange, over)
+        self._opened += 1
+        if not self._opened % _MEASURED_OF:
+            turn.measure()
         self._running.add(turn)
         if self._sweeper is None:
             self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)
@@ -137,7 +143,11 @@ class Turn:
     _outcome: TurnOutcome = "completed"
     _status = 0
     """What the worker answered; 0: nothing."""
-    _attempts = 0
+    _measured = False
+    """Whether it is measured what the router itself needs; when its request had come (0: not, or no more)."""
+    _read_at = 0.0
+    _again = 0
+    """How often an attempt followed another one."""
     _refusal: TurnError | None = None
     """Why it was answered with an error of ours."""
     _left_at = 0.0
@@ -157,6 +167,10 @@ class Turn:
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
         self._driven: Driven | None = Driven(self._returned, self._failed)
+
+    def measure(self) -> None:
+        """Note what the router itself needs for it."""
+        self._measured = True
 
     # -- the turn, top to bottom
 
@@ -205,6 +219,8 @@ class Turn:
         if shared.capacity is not None:
             self._slots = Slots(shared.capacity, shared.bounds, request.tenant, self._presence, self._began)
         self._presence.raise_if_gone()
+        if self._measured:
+            self._read_at = time.perf_counter()
 
     async def _route(self) -> None:
         """Decide the target: where what it names is kept, else the session's claim, else the client's hint, else the
@@ -251,13 +267,16 @@ class Turn:
                 slot = slots.hand_over()
             with Attempt(self._decision.target, self._presence, metrics, self._loop, slot) as attempt:
                 self._attempt = attempt
-                self._attempts += 1
                 worker = attempt.target.worker
                 try:
                     connection = None if fresh else worker.pool.take()
                     if connection is None:
                         connection = await connect(worker, self._presence, metrics)
-                    await attempt.send(request, connection)
+                    head = attempt.send(request, connection)
+                    if self._read_at:
+                        metrics.overhead.observe(time.perf_counter() - self._read_at)
+                        self._read_at = 0.0
+                    await head
                 except AttemptFailed as error:
                     self._presence.raise_if_gone()
                     if attempt.upload_fault is not None:
@@ -268,11 +287,13 @@ class Turn:
                     self._status = status = connection.response.status
                     judge(worker.health, status)
                     if status == 404 and self._asks_on(lost | {worker.name}):
+                        self._again += 1
                         lost |= {worker.name}
                         continue
                     if status == 503 and after_busy(Sent(once=once or busy, free=self._free)) is Next.ELSEWHERE_IF_ANY:
                         busy = True
                         if await self._is_taken_elsewhere(lost | {worker.name}):
+                            self._again += 1
                             metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
                             lost |= {worker.name}
                             continue
@@ -290,6 +311,7 @@ class Turn:
                 killed = killed or then is Next.ELSEWHERE_IF_GONE
                 lost |= {worker.name}
                 await self._move(lost, failure)
+            self._again += 1
         self._attempt = None
         if self._answer is not None and self._answer.failure is not None:
             await self._break_off(self._answer, self._answer.failure)
@@ -307,7 +329,7 @@ class Turn:
         headers = response_headers(connection.response.headers, status, target.worker.origin)
         if connection.response.open_ended:
             let_events_through(headers)
-        self._answer = answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
+        self._answer = answer = Answer(self._exchange, self._presence, self._began)
         self._exchange.start(status, headers + self._own_headers())
         if status == 101:
             self._attempt.send_rest(self._request)
@@ -364,13 +386,21 @@ class Turn:
         if self._presence.gone:
             self._outcome = "aborted"
         metrics, decision, answer = self._shared.metrics, self._decision, self._answer
-        if decision is not None:
+        model, outcome, seconds = self._request.fields.model, self._outcome, self._loop.time() - self._began
+        if decision is None:
+            metrics.ended(model, outcome, seconds)
+        else:
             cells = decision.target.worker.cells
-            cells.turns[self._outcome, self._status] += 1
-            if answer is not None and answer.came and self._outcome == "completed":
-                cells.ttft.observe(answer.ttft)
-        metrics.turn(self._request.fields.model, self._outcome)
-        metrics.turn_seconds.observe(self._loop.time() - self._began)
+            if answer is not None and answer.came and outcome == "completed":
+                metrics.ended(model, outcome, seconds, cells, self._status, answer.ttft)
+                said = answer.usage
+                if said is not None:
+                    cells.prompt_tokens += said[0]
+                    cells.cached_tokens += said[1]
+                if self._exchange.pieces > 1:
+                    cells.gaps.observe((seconds - answer.ttft) / (self._exchange.pieces - 1))
+            else:
+                metrics.ended(model, outcome, seconds, cells, self._status)
         self._running.discard(self)
         access = self._shared.access
         if access is not None and (self._outcome != "completed" or access.every):
@@ -402,10 +432,10 @@ class Turn:
             worker="" if decision is None else decision.target.worker.name,
             rank=None if decision is None else decision.target.rank,
             affinity="" if decision is None else decision.how,
-            attempts=self._attempts,
+            attempts=0 if decision is None else 1 + self._again,
             first_byte_ms=round(1000 * answer.ttft, 1) if answer is not None and answer.came else None,
             ms=round(1000 * (self._loop.time() - self._began), 1),
-            bytes=exchange.sent,
+            bytes=exchange.sent or (0 if answer is None else answer.whole_size),
         )
 
     # -- steps of it
@@ -533,6 +563,7 @@ class Turn:
         binding, kept = self._binding, self._kept
         at_maker = kept is not None and kept.target is not None
         self._decision = None  # no worker is given it while it waits
+        self._read_at = 0.0
         if binding is None and self._hint is None and not at_maker:
             target = await self._wait_anywhere(slots, lost)
             self._decision = Decision(target, decision.how, decision.because)
@@ -592,7 +623,7 @@ class Turn:
             await self._presence.unless_gone(work)
 
     def _say(self, status: int, headers: list[Header], body: bytes) -> None:
-        self._answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
+        self._answer = Answer(self._exchange, self._presence, self._began)
         self._answer.say(status, headers, body)
 
     def _own_headers(self) -> list[Header]:

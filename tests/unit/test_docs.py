@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import cli, options
+from app import cli, exposition, options
 from app.config import Settings
 from app.errors import TABLE
 from app.main import Router, create_app
@@ -154,7 +154,7 @@ def spoken(labels: Values) -> str:
 async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> None:
     app = router()
     async with app.router.lifespan_context(app):
-        text = app.metrics.render().decode()
+        text = exposition.text(app.metrics.families()).decode()
     labels = {
         each.name: dict(each.labels) for each in vars(app.metrics).values() if isinstance(each, Counter | Histogram)
     }
@@ -166,6 +166,19 @@ async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> N
             with_values = spoken(labels.get(family.name, seen))
             expected.add((f"`{family.name}{total}`", family.type, with_values, family.documentation))
     assert {tuple(cells) for cells in rows(section(REFERENCE, "Metrics"), "Metric")} == expected
+
+
+async def test_the_gauges_that_do_not_add_up_are_named() -> None:
+    app = router()
+    async with app.router.lifespan_context(app):
+        families = app.metrics.families()
+    text = " ".join(section(REFERENCE, "Metrics").split())
+    added, largest = text.partition("are added up, but for ")[2].partition(", which are the largest of theirs, and ")[
+        ::2
+    ]
+    smallest = largest.partition(", which are the smallest")[0]
+    for merge, said in (("max", added), ("min", smallest)):
+        assert set(re.findall(r"`(\w+)`", said)) == {each.name for each in families if each.merge == merge}
 
 
 def test_the_values_of_labels_are_those_that_the_code_counts() -> None:

@@ -13,7 +13,7 @@ GROUND = {"app.errors", "app.logs", "app.metrics"}
 """Any house may stand on them; they know nothing of ours."""
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""
-CONTROL = {"app.control", "app.admin", "app.management", "app.replicas"}
+CONTROL = {"app.control", "app.admin", "app.management", "app.replicas", "app.exposition", "app.gathering"}
 STARTERS = {
     "app.__main__",
     "app.cli",
@@ -21,6 +21,7 @@ STARTERS = {
     "app.sources",
     "app.options",
     "app.listening",
+    "app.completion",
     "app.remote",
     "app.serve",
     "app.up",

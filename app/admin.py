@@ -23,7 +23,6 @@ from app.sessions.affinity import Affinity
 from app.sessions.entries import View
 from app.sessions.identity import KeyHasher, free_id
 from app.sessions.tenants import Admins
-from backends.base import Claim
 
 _KEY_LENGTH = 40
 _DIGITS_LEAST = 6
@@ -220,9 +219,9 @@ def _ago(now: float, at: float) -> float | None:
     return round(now - at, 1) if at else None
 
 
-def _stands(claim: Claim | None, now: float, ttl: float) -> float | None:
+def _stands(expires_at: float, now: float, ttl: float) -> float | None:
     """Seconds that the claim stands at least, should nobody use it. Stores keep some longer than is promised."""
-    return round(max(0.0, min(claim.expires_at - now, ttl)), 1) if claim is not None and claim.expires_at else None
+    return round(max(0.0, min(expires_at - now, ttl)), 1) if expires_at else None
 
 
 def _spoken(view: View, replica: str, ttl: float) -> dict[str, Any]:
@@ -238,7 +237,7 @@ def _spoken(view: View, replica: str, ttl: float) -> dict[str, Any]:
         "generation": claim.value.generation if claim is not None else None,
         "created_by": claim.value.replica if claim is not None else None,
         "age_seconds": max(0, int(time.time()) - created_at) if created_at else None,
-        "expires_in_seconds": _stands(claim, now, ttl),
+        "expires_in_seconds": _stands(0.0 if claim is None else claim.expires_at, now, ttl),
         "active_here": view.active,
         "source": view.source,
         "asked": replica,

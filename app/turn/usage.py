@@ -1,4 +1,4 @@
-"""What an answer tells of its tokens, looked up in its last bytes: nothing is parsed, and nothing is looked at twice.
+"""What an answer tells of its tokens, looked up in its last bytes; the rest of it is not read.
 
 OpenAI's chat, completions, embeddings: `usage.prompt_tokens`, in it `prompt_tokens_details.cached_tokens`. Responses:
 `usage.input_tokens`, `input_tokens_details.cached_tokens`. Anthropic's Messages: `usage.input_tokens`, without what
@@ -8,6 +8,9 @@ OpenAI's chat, completions, embeddings: `usage.prompt_tokens`, in it `prompt_tok
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+import msgspec
 
 FAR = 2048
 """Bytes from the end in which it is looked for."""
@@ -15,7 +18,19 @@ _NEAR = 640
 """Bytes behind its name in which what it says stands."""
 # A text that JSON carries has a backslash before each quote, so this is never part of one.
 _NAME = b'"usage"'
-_PROMPT, _CACHED = b'"prompt_tokens":', b'"cached_tokens":'
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=10**12)]
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Count
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: _Count
+    prompt_tokens_details: _Details
+
+
+_decode = msgspec.json.Decoder(_Usage).decode
 _fields = re.compile(
     rb'"(prompt_tokens|input_tokens|cached_tokens|cache_read_input_tokens|cache_creation_input_tokens)"'
     rb"[ \t\r\n]*:[ \t\r\n]*(\d{1,12})(?!\d)"
@@ -27,16 +42,15 @@ def tokens(answer: bytes) -> tuple[int, int] | None:
     at = answer.rfind(_NAME, -FAR if len(answer) > FAR else 0)
     if at < 0:
         return None
-    # As vLLM and SGLang write it; the general way takes four times as long.
-    prompt = answer.find(_PROMPT, at, at + _NEAR)
-    cached = answer.find(_CACHED, prompt, prompt + _NEAR) if prompt > 0 else -1
-    if cached > 0:
-        told = (
-            answer[prompt + 16 : prompt + 30].partition(b",")[0],
-            answer[cached + 16 : cached + 30].partition(b"}")[0],
-        )
-        if told[0].isdigit() and told[1].isdigit():
-            return int(told[0]), int(told[1])
+    # As vLLM and SGLang write it: the details stand last. The general way takes several times as long.
+    end = answer.find(b"}}", at, at + _NEAR)
+    if end > 0:
+        try:
+            usage = _decode(answer[at + 8 : end + 2])
+        except msgspec.DecodeError:
+            pass
+        else:
+            return usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
     return _read(answer[at : at + _NEAR])
 
 

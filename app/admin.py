@@ -25,8 +25,9 @@ from app.sessions.identity import KeyHasher, free_id
 from app.sessions.tenants import Admins
 
 _KEY_LENGTH = 40
+_DIGITS_LEAST = 6
 
-Session = Annotated[str, Query(description="The session's id, or its hash with `hashed`.")]
+Session = Annotated[str, Query(description="The session's id; with `hashed` its hash, or the first digits of it.")]
 Agent = Annotated[str, Query(description="A child agent's id within the session.")]
 Tenant = Annotated[str, Query(description="The tenant; empty on a router without API keys.")]
 _OF_A_SESSION = ("invalid_request", "invalid_session_id", "store_unavailable")
@@ -50,6 +51,7 @@ def add_admin(
     admins: Admins,
     replica: str,
     replicas: Callable[[], Replicas],
+    ttl: float,
 ) -> None:
     """Register `/admin/...` on `app`. `affinity` and `replicas` are asked for when a request comes: they exist from the
     start-up on."""
@@ -62,11 +64,21 @@ def add_admin(
 
     routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)], responses=documented("forbidden"))
 
+    def the_one(digits: str) -> str:
+        """Of the sessions that this replica holds. The store cannot be searched for it."""
+        found = [view.key for view in affinity().page(digits, 2) if view.key.startswith(digits)]
+        if len(found) == 1:
+            return found[0]
+        why = "more than one session has" if found else "no session that this replica holds has"
+        remedy = "give more digits" if found else f"ask another replica, or give all {_KEY_LENGTH} digits"
+        raise TurnError("not_found", f"{why} a hash that begins with {digits}; {remedy}", param="session")
+
     def key_of(session: str, agent: str, tenant: str, hashed: bool) -> str:
         if hashed:
-            if len(session) != _KEY_LENGTH or set(session) - set("0123456789abcdef"):
-                raise TurnError("invalid_session_id", f"a session's hash is {_KEY_LENGTH} hex digits", param="session")
-            return session
+            if not _DIGITS_LEAST <= len(session) <= _KEY_LENGTH or set(session) - set("0123456789abcdef"):
+                why = f"a session's hash is {_KEY_LENGTH} hex digits, or the first {_DIGITS_LEAST} of them or more"
+                raise TurnError("invalid_session_id", why, param="session")
+            return session if len(session) == _KEY_LENGTH else the_one(session)
         parts = [free_id(part) for part in (session, agent) if part.strip()]
         if not parts:
             raise TurnError("invalid_session_id", "a session id is not empty", param="session")
@@ -77,7 +89,7 @@ def add_admin(
         view = await affinity().look_up(key_of(session, agent, tenant, hashed))
         if view.source == "none":
             raise TurnError("not_found", "no such session is bound", param="session")
-        return _spoken(view, replica)
+        return _spoken(view, replica, ttl)
 
     @routes.delete("/session", summary="Close one session, by its id", responses=documented(*_OF_A_SESSION))
     async def close(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, str]:
@@ -95,7 +107,7 @@ def add_admin(
         counts = affinity().census()
         return {
             "replica": replica,
-            "sessions": [_spoken(view, replica) for view in page[:limit]],
+            "sessions": [_spoken(view, replica, ttl) for view in page[:limit]],
             "next": page[limit - 1].key if len(page) > limit else None,
             "total": counts.total(),
             "by_worker": {entry.name: counts[entry.name] for entry in fleet},
@@ -207,7 +219,12 @@ def _ago(now: float, at: float) -> float | None:
     return round(now - at, 1) if at else None
 
 
-def _spoken(view: View, replica: str) -> dict[str, Any]:
+def _stands(expires_at: float, now: float, ttl: float) -> float | None:
+    """Seconds that the claim stands at least, should nobody use it. Stores keep some longer than is promised."""
+    return round(max(0.0, min(expires_at - now, ttl)), 1) if expires_at else None
+
+
+def _spoken(view: View, replica: str, ttl: float) -> dict[str, Any]:
     claim, target = view.claim, view.target
     now = time.monotonic()
     created_at = claim.value.created_at if claim is not None else 0
@@ -220,7 +237,7 @@ def _spoken(view: View, replica: str) -> dict[str, Any]:
         "generation": claim.value.generation if claim is not None else None,
         "created_by": claim.value.replica if claim is not None else None,
         "age_seconds": max(0, int(time.time()) - created_at) if created_at else None,
-        "expires_in_seconds": round(claim.expires_at - now, 1) if claim is not None and claim.expires_at else None,
+        "expires_in_seconds": _stands(0.0 if claim is None else claim.expires_at, now, ttl),
         "active_here": view.active,
         "source": view.source,
         "asked": replica,

@@ -36,15 +36,17 @@ def run(args: argparse.Namespace) -> int:
     if settings.process.otel_endpoint is not None and not tracing_is_installed():
         given = origins["otel_endpoint"].with_value(settings.process.otel_endpoint)
         raise Trouble(f"{given}: this needs more packages: install coatcheck[otel]", code=2)
-    configure_logging(settings.process.log_level)
+    configure_logging(settings)
     if links := service_links():
         log.info("not for us, and ignored: %s (Kubernetes makes them of Services)", ", ".join(links))
+    away = False
     try:
         asyncio.run(_try_store(settings))
     except StoreConfigurationError as error:
         claims = origins["claims"].with_value(mask(settings.store.claims))
         raise Trouble(f"{claims}: {mask(str(error))}", code=2) from None
     except StoreError as error:
+        away = True
         print(
             f"coatcheck: warning: the claim store cannot be reached ({mask(str(error))}); until it can, new sessions "
             f"are {'placed by hash' if settings.store.on_store_outage == 'degrade' else 'refused'}",
@@ -52,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.check:
         print(_overview(settings, origins))
-        return 0 if not args.probe or asyncio.run(_probe(settings)) else 1
+        well = not args.probe or asyncio.run(_probe(settings))
+        return 0 if well and not away else 1
     if args.probe:
         raise Trouble("--probe goes with --check", code=2)
     return serve(Rereading(settings, lambda: read_settings(flags, args.config), config_file(args.config)))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from app import Trouble, version
 
@@ -25,6 +26,7 @@ _COMMANDS = {
     "simulate": "try policies on a simulated fleet, with a trace or made-up agents",
     "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
+    "completion": "print what makes a shell complete this command's words",
 }
 
 
@@ -62,7 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return int(args.run(args))
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of `| head`; what is left would be tried again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Trouble as trouble:
         for line in trouble.lines:
             print(f"coatcheck: {line}", file=sys.stderr)
@@ -103,6 +110,10 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import simulate
 
             simulate.add_arguments(parser)
+        case "completion":
+            from app import completion
+
+            completion.add_arguments(parser, _COMMANDS, _words_of)
         case "key":
             parser.add_argument("tenant", metavar="TENANT", help="letters, digits, dots, dashes and underscores")
             parser.set_defaults(run=_make_key)
@@ -130,6 +141,13 @@ def _register(args: argparse.Namespace) -> int:
     return register.run(args)
 
 
+def _words_of(name: str) -> list[str]:
+    """What may stand behind a command: its actions, then its flags."""
+    parser = _Parser(prog=f"coatcheck {name}", allow_abbrev=False)
+    _add_arguments(parser, name)
+    return [*parser.choices, *dict.fromkeys(re.findall(r"(?<![\w-])--[\w-]+\w", parser.format_help()))]
+
+
 def _make_key(args: argparse.Namespace) -> int:
     from app.sessions.tenants import new_key
 
@@ -144,6 +162,16 @@ def _make_key(args: argparse.Namespace) -> int:
 
 class _Parser(argparse.ArgumentParser):
     """One clear line instead of a page of usage."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        self.choices: list[str] = []
+        """Words that may stand for its positional arguments."""
+        super().__init__(*args, **how)
+
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
+        if names and not names[0].startswith("-"):
+            self.choices += how.get("choices") or ()
+        return super().add_argument(*names, **how)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n(try `{self.prog} --help`)\n")

@@ -431,6 +431,10 @@ class Process(_Group, title="shutdown and log"):
     say, if they do; needs coatcheck[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level logged."""
+    log_format: Literal["text", "json"] = "text"
+    """How a line of the log is written."""
+    access_log: Literal["off", "errors", "all"] = "errors"
+    """Turns of which the log has a line: none, those that failed, or all."""
 
 
 class Settings(_Group):

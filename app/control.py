@@ -10,14 +10,13 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from app.errors import TurnError, documented, error_response
+from app.exposition import OPEN_METRICS, PROMETHEUS, Scrape, wants_open_metrics
 from app.fleet.workers import Fleet
 from app.http.headers import Header
 from app.management import Management
-from app.metrics import Metrics
 from app.turn.models import Models
 from app.turn.paths import is_management
 
@@ -30,7 +29,7 @@ def add_control_plane(
     app: FastAPI,
     *,
     fleet: Fleet,
-    metrics: Metrics,
+    scrape: Scrape,
     draining: Callable[[], bool],
     models: Models,
     management: Management,
@@ -55,9 +54,12 @@ def add_control_plane(
             status_code=200 if status == "ready" else 503,
         )
 
-    @app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
-    async def render_metrics() -> Response:
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+    @app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse, responses=_NOT_GATHERED)
+    async def render_metrics(request: Request) -> Response:
+        """As OpenMetrics where that is asked for. Of several processes the figures are one answer."""
+        open_metrics = wants_open_metrics(request.headers.get("accept", ""))
+        text = await scrape(open_metrics)
+        return Response(text, media_type=OPEN_METRICS if open_metrics else PROMETHEUS)
 
     @app.get("/v1/models", summary="The models of all workers", responses=documented(*_MODEL_ERRORS))
     async def list_models(request: Request) -> Response:
@@ -115,6 +117,9 @@ _MODEL_ERRORS = (
     "worker_bad_response",
     "worker_timeout",
 )
+_NOT_GATHERED: dict[int | str, dict[str, Any]] = {
+    503: {"description": "The other processes of this router cannot be asked", "content": {"text/plain": {}}}
+}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"description": "No traffic, please", "content": {"application/json": {"schema": {"type": "object"}}}}
 }

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import functools
 import os
+import platform
 import random
 import secrets
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Container, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from fastapi import FastAPI
@@ -20,6 +23,7 @@ from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.exposition import text
 from app.fleet.capacity import Bounds, Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
@@ -33,19 +37,21 @@ from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
 from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
+from app.gathering import Member
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
 from app.http.names import Names
 from app.http.origins import Crossing, Origins
 from app.listening import Place, network_name
 from app.management import Management
-from app.metrics import SHOWN_STATES, Metrics
+from app.metrics import SHOWN_STATES, USAGES_A_TICK, Metrics
 from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
 from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.turn.access import AccessLog
 from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
@@ -56,6 +62,8 @@ from app.turn.turn import Limits, Shared, Turns
 from backends import open_store
 from backends.base import ClaimStore
 
+_VISIBLE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
+"""What of a replica's name stands in a header as it is."""
 _LAG_EVERY = 0.1
 """Seconds between looks at the loop's lag."""
 
@@ -190,9 +198,16 @@ def _marking(send: Send, crossing: Crossing) -> Send:
     return sending
 
 
-def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_place: Place | None = None) -> Router:
+def create_app(
+    settings: Settings,
+    *,
+    store: ClaimStore | None = None,
+    peer_place: Place | None = None,
+    siblings: socket.socket | None = None,
+) -> Router:
     """The router for `settings`. `store` overrides the one that `settings.store` names; the caller closes it.
-    `peer_place`: where the other replicas are told to find it; None: it has no peers."""
+    `peer_place`: where the other replicas are told to find it; None: it has no peers. `siblings`: leads to the parent
+    of several processes, of which this is one (`gathering`); it is closed with the router."""
     tls = worker_tls(settings.workers)
     fleet = Fleet(())
     metrics = Metrics()
@@ -215,6 +230,14 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         port=place.port,
         token=door.token,
     )
+
+    member = None if siblings is None else Member(siblings, metrics.families)
+
+    async def scrape(open_metrics: bool) -> bytes:
+        if member is not None:
+            return await member.scrape(open_metrics)
+        # In a thread: of a thousand workers it takes as long as a thousand turns.
+        return await asyncio.to_thread(text, metrics.families(), open_metrics)
 
     lists = ModelLists(fleet, tls)
     catalog = Catalog(
@@ -264,6 +287,10 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                 names=names,
                 peers=peers,
             )
+            access = None
+            if settings.process.access_log != "off":
+                access = AccessLog(every=settings.process.access_log == "all")
+                stack.callback(access.close)
             bounds = Bounds(
                 per_tenant=settings.limits.max_turns_per_tenant,
                 queue=settings.limits.queue_limit,
@@ -301,6 +328,8 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
                     capacity=app.capacity,
                     bounds=bounds,
                     tracing=tracing,
+                    access=access,
+                    own_headers=((b"x-coatcheck-replica", quote(settings.store.replica, safe=_VISIBLE).encode()),),
                 )
             )
             app.replicas = Replicas(
@@ -324,8 +353,11 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
             stack.callback(prober.stop)
             stack.push_async_callback(catalog.aclose)
             await asyncio.gather(prober.start(), catalog.start(claims.registry))
-            lag = asyncio.create_task(_measure_lag(metrics))
+            lag = asyncio.create_task(_tick(metrics))
             stack.callback(lag.cancel)
+            if member is not None:
+                gathered = asyncio.create_task(member.run())
+                stack.callback(gathered.cancel)
             stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
             app.replicas.start()
@@ -355,7 +387,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         add_control_plane(
             each,
             fleet=fleet,
-            metrics=metrics,
+            scrape=scrape,
             draining=lambda: app.draining,
             models=models,
             changed=catalog.look,
@@ -379,6 +411,7 @@ def create_app(settings: Settings, *, store: ClaimStore | None = None, peer_plac
         admins=admins,
         replica=settings.store.replica,
         replicas=lambda: app.replicas,
+        ttl=max(settings.store.session_ttl, settings.store.kept_ttl),
     )
     return app
 
@@ -408,12 +441,13 @@ def _admins(settings: Settings) -> tuple[Admins, Admins]:
     return Admins(token, local=settings.admin_is_local, at_path=place.path is not None), Admins(token, local=False)
 
 
-async def _measure_lag(metrics: Metrics) -> None:
+async def _tick(metrics: Metrics) -> None:
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + _LAG_EVERY
         await asyncio.sleep(_LAG_EVERY)
         metrics.loop_lag.observe(max(0.0, loop.time() - due))
+        metrics.usages_left = USAGES_A_TICK
 
 
 async def open_claims(settings: Settings) -> ClaimStore:
@@ -539,6 +573,11 @@ def _sessions(app: Router) -> Iterator[tuple[str, float]]:
 
 def _register_gauges(app: Router) -> None:
     affinity, metrics, turns = app.affinity, app.metrics, app.turns
+    build = (version(), platform.python_version())
+    metrics.table(
+        "coatcheck_build_info", "1, of this version.", ("version", "python"), lambda: [(build, 1.0)], merge="max"
+    )
+    metrics.gauge("coatcheck_processes", "Processes of this router whose figures these are.", lambda: 1)
     metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
     metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: turns.count)
     metrics.gauge(
@@ -549,19 +588,23 @@ def _register_gauges(app: Router) -> None:
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
     metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
-    metrics.gauge("coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up")
-    metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching)
+    metrics.gauge(
+        "coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up", merge="min"
+    )
+    metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching, merge="min")
     metrics.table(
         "coatcheck_worker_state",
         "1 for the state that a worker is in.",
         ("worker", "state"),
         lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
+        merge="max",
     )
     metrics.gauges(
         "coatcheck_worker_models",
         "Models that a worker lists; 0: none, or its list is not known.",
         "worker",
         lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
+        merge="max",
     )
     metrics.gauges(
         "coatcheck_worker_sessions",
@@ -586,12 +629,14 @@ def _register_gauges(app: Router) -> None:
         "1 while a source of workers answers.",
         "source",
         lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
+        merge="min",
     )
     metrics.gauges(
         "coatcheck_worker_source_workers",
         "Workers that a source names.",
         "source",
         lambda: ((label, count) for label, count, _ in app.discovery.overview()),
+        merge="max",
     )
     metrics.gauges(
         "coatcheck_worker_connections",

@@ -1,22 +1,23 @@
 """Every metric of the router, in a registry of its own (two routers fit in one process).
 
 What is counted per turn is counted in plain cells of this module: one process, one event loop, so no locks, and an
-increment costs a tenth of the library's. Gauges that mirror state are read when scraped. The library writes the text.
+increment costs a tenth of the library's. Gauges that mirror state are read when scraped. `families` is what there is
+at a moment, as plain values, which other processes and threads can have; `app.exposition` makes the text of it.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+import msgspec
+from prometheus_client import CollectorRegistry
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
 AFFINITY_OUTCOMES = ("created", "cached", "stored", "rebound", "degraded", "bypassed", "none")
 TurnOutcome = Literal[
@@ -53,15 +54,48 @@ STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
 WAYS_GIVEN = ("late_write", "lost_worker", "rewound")
 
+USAGES_A_TICK = 10
 _MAX_MODELS = 100
 _MAX_MODEL_NAME = 256
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 10)
+_OVERHEAD_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1, 2.5)
 _LAG_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _STORE_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 Labels = tuple[str, ...]
 Values = Mapping[str, Labels]
 """A metric's labels, each with the values that it can have; none: whatever comes."""
+Merge = Literal["sum", "max", "min"]
+"""How a gauge of several processes is made one."""
+_OF_ALL: dict[str, Merge] = {"process_start_time_seconds": "min", "process_max_fds": "min", "python_info": "max"}
+"""Of the gauges that the library reads of the process, those that do not add up."""
+_FORESEEN: tuple[tuple[TurnOutcome, str], ...] = (
+    ("completed", "2xx"),
+    ("client_error", "4xx"),
+    ("worker_error", "5xx"),
+    ("worker_error", "none"),
+    ("broken", "2xx"),
+    ("aborted", "2xx"),
+    ("aborted", "none"),
+)
+"""Ends of a turn at a worker that are shown from the start: what increases from nothing has no rate."""
+
+
+class Family(msgspec.Struct, array_like=True):
+    """A metric as it is at a moment."""
+
+    name: str
+    """Of a counter without its `_total`."""
+    kind: str
+    """counter, gauge or histogram."""
+    text: str
+    labels: Labels
+    cells: list[tuple[Labels, list[float]]]
+    """By label values: one number; of a histogram how many fell into each bucket, the last without an upper bound, and
+    then their sum."""
+    bounds: tuple[float, ...] = ()
+    merge: Merge = "sum"
 
 
 class Counter:
@@ -77,11 +111,9 @@ class Counter:
     def inc(self, *labels: str) -> None:
         self.cells[labels] += 1
 
-    def family(self) -> Metric:
-        family = CounterMetricFamily(self.name, self.text, labels=tuple(self.labels))
-        for cell, count in self.cells.items():
-            family.add_metric(cell, count)
-        return family
+    def family(self) -> Family:
+        cells: list[tuple[Labels, list[float]]] = [(cell, [count]) for cell, count in self.cells.items()]
+        return Family(self.name, "counter", self.text, tuple(self.labels), cells)
 
 
 class Histogram:
@@ -89,18 +121,29 @@ class Histogram:
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Values | None = None) -> None:
         self.name, self.text, self.bounds, self.labels = name, text, bounds, labels or {}
-        self._cells: dict[Labels, tuple[list[int], list[float]]] = {}
-        if not self.labels:
-            self._cell(())
+        self._cells: dict[Labels, list[float]] = {}
+        """By label values: how many fell into each bucket, the last without an upper bound, and then their sum."""
+        self._own = [] if self.labels else self._cell(())
+        """The cell of one without labels."""
 
-    def _cell(self, labels: Labels) -> tuple[list[int], list[float]]:
-        cell = self._cells[labels] = ([0] * (len(self.bounds) + 1), [0.0])
+    def _cell(self, labels: Labels) -> list[float]:
+        cell = self._cells[labels] = [*[0] * (len(self.bounds) + 1), 0.0]
         return cell
 
     def observe(self, value: float, labels: Labels = ()) -> None:
-        counts, total = self._cells.get(labels) or self._cell(labels)
-        counts[bisect_left(self.bounds, value)] += 1
-        total[0] += value
+        cell = self._own or self._cells.get(labels) or self._cell(labels)
+        cell[bisect_left(self.bounds, value)] += 1
+        cell[-1] += value
+
+    def observe_with(self, other: Histogram, value: float) -> None:
+        """In both, which have the same bounds and no labels."""
+        at = bisect_left(self.bounds, value)
+        cell = self._own
+        cell[at] += 1
+        cell[-1] += value
+        cell = other._own
+        cell[at] += 1
+        cell[-1] += value
 
     def forget(self) -> None:
         self._cells.clear()
@@ -109,26 +152,28 @@ class Histogram:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
         self._cells[labels] = other._cells[()]
 
-    def family(self) -> Metric:
-        family = HistogramMetricFamily(self.name, self.text, labels=tuple(self.labels))
-        for cell, (counts, total) in self._cells.items():
-            buckets, seen = [], 0
-            for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), counts, strict=True):
-                seen += count
-                buckets.append((bound, seen))
-            family.add_metric(cell, buckets, total[0])
-        return family
+    def family(self) -> Family:
+        cells = [(labels, list(cell)) for labels, cell in self._cells.items()]
+        return Family(self.name, "histogram", self.text, tuple(self.labels), cells, tuple(map(float, self.bounds)))
 
 
 class WorkerCells:
     """What is counted of one worker, in cells that it keeps itself: nothing is looked up by its name per turn."""
 
-    __slots__ = ("changes", "moved_from", "moved_to", "probes", "ttft", "turns")
+    __slots__ = ("cached_tokens", "changes", "gaps", "moved_from", "moved_to", "probes", "prompt_tokens", "ttft",
+                 "turns", "usage_unread")  # fmt: skip
 
     def __init__(self) -> None:
         self.turns: defaultdict[tuple[TurnOutcome, int], int] = defaultdict(int)
         """By outcome and the worker's status, 0 where it gave none."""
         self.ttft = Histogram("", "", _SECONDS)
+        """Of completed turns, as are the following three."""
+        self.gaps = Histogram("", "", _GAP_SECONDS)
+        """The mean time between the pieces of a stream."""
+        self.prompt_tokens = self.cached_tokens = 0
+        """Sums of what answers tell of their usage."""
+        self.usage_unread = 0
+        """Completed turns since one was asked for its usage: the next that is counts for them too."""
         self.probes: defaultdict[str, int] = defaultdict(int)
         self.changes: defaultdict[tuple[str, str], int] = defaultdict(int)
         self.moved_from = self.moved_to = 0
@@ -138,17 +183,34 @@ class WorkerCells:
         """Turns that it was given."""
         return sum(self.turns.values())
 
+    def read_usage(self, said: tuple[int, int] | None) -> None:
+        """What an answer tells of its usage: tokens of its prompt, and of those the cached ones; None: nothing."""
+        turns, self.usage_unread = self.usage_unread, 0
+        if said is not None:
+            self.prompt_tokens += turns * said[0]
+            self.cached_tokens += turns * said[1]
 
-class Metrics(Collector):
-    """The router's metrics; `render` is the text that Prometheus scrapes."""
+
+class Metrics:
+    """The router's metrics."""
 
     def __init__(self) -> None:
+        self.usages_left = sys.maxsize
+        """Answers that may still be asked for their usage, which costs as much as a tenth of a turn's other work: a
+        router that ticks allows `USAGES_A_TICK`, and at a higher rate those that are asked speak for all."""
         self.turns = Counter("coatcheck_turns", "Turns by model and outcome.", {"model": (), "outcome": TURN_OUTCOMES})
         self.affinity = Counter("coatcheck_affinity", "How turns came to their target.", {"outcome": AFFINITY_OUTCOMES})
         self.ttft = Histogram(
-            "coatcheck_ttft_seconds", "From a request's arrival to the first body byte from the worker.", _SECONDS
+            "coatcheck_ttft_seconds",
+            "From a request's arrival to the first body byte from the worker, of completed turns.",
+            _SECONDS,
         )
         self.turn_seconds = Histogram("coatcheck_turn_seconds", "From a request's arrival to its end.", _SECONDS)
+        self.overhead = Histogram(
+            "coatcheck_overhead_seconds",
+            "From a request's last byte to its being sent to a worker, of every 16th turn that waited for no slot.",
+            _OVERHEAD_SECONDS,
+        )
         self.retries = Counter(
             "coatcheck_attempts_retried", "Attempts made again, by reason.", {"reason": RETRY_REASONS}
         )
@@ -250,6 +312,20 @@ class Metrics(Collector):
             _SECONDS,
             {"worker": ()},
         )
+        self.worker_gaps = Histogram(
+            "coatcheck_worker_inter_token_seconds",
+            "The mean time between the pieces of a streamed answer, of completed turns.",
+            _GAP_SECONDS,
+            {"worker": ()},
+        )
+        self.worker_prompt_tokens = Counter(
+            "coatcheck_worker_prompt_tokens",
+            "Tokens of prompts, of completed turns whose answers tell their usage.",
+            {"worker": ()},
+        )
+        self.worker_cached_tokens = Counter(
+            "coatcheck_worker_cached_tokens", "Of these, tokens that the worker's cache had.", {"worker": ()}
+        )
         self.worker_probes = Counter(
             "coatcheck_worker_probes", "Probes of workers, by result.", {"worker": (), "result": PROBE_RESULTS}
         )
@@ -264,26 +340,57 @@ class Metrics(Collector):
             {"worker": (), "direction": ("from", "to")},
         )
         self.resets = Counter("coatcheck_watch_resets", "Times the store's watch began anew or lost continuity.")
-        self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]]]] = []
+        self._gauges: list[tuple[str, str, Labels, Callable[[], Iterable[tuple[Labels, float]]], Merge]] = []
         self.workers: Callable[[], Iterable[tuple[str, WorkerCells]]] = tuple
         """Those that there are now, by name: read when scraped."""
         self._models: set[str] = set()
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        PlatformCollector(registry=self.registry)
-        self.registry.register(self)
+        self._process = CollectorRegistry()
+        ProcessCollector(registry=self._process)
+        PlatformCollector(registry=self._process)
 
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when scraped."""
-        self._gauges.append((name, text, (), lambda: [((), read())]))
+    def gauge(self, name: str, text: str, read: Callable[[], float], merge: Merge = "sum") -> None:
+        """A gauge that is read when scraped. `merge`: what one of several processes is."""
+        self._gauges.append((name, text, (), lambda: [((), read())], merge))
 
-    def gauges(self, name: str, text: str, label: str, read: Callable[[], Iterable[tuple[str, float]]]) -> None:
+    def gauges(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        read: Callable[[], Iterable[tuple[str, float]]],
+        merge: Merge = "sum",
+    ) -> None:
         """A gauge for each value of a label, read when scraped."""
-        self._gauges.append((name, text, (label,), lambda: [((value,), number) for value, number in read()]))
+        self._gauges.append((name, text, (label,), lambda: [((value,), number) for value, number in read()], merge))
 
-    def table(self, name: str, text: str, labels: Labels, read: Callable[[], Iterable[tuple[Labels, float]]]) -> None:
+    def table(
+        self,
+        name: str,
+        text: str,
+        labels: Labels,
+        read: Callable[[], Iterable[tuple[Labels, float]]],
+        merge: Merge = "sum",
+    ) -> None:
         """A gauge for each of several labels' values, read when scraped."""
-        self._gauges.append((name, text, labels, read))
+        self._gauges.append((name, text, labels, read, merge))
+
+    def ended(
+        self,
+        model: str | None,
+        outcome: TurnOutcome,
+        seconds: float,
+        cells: WorkerCells | None = None,
+        status: int = 0,
+        ttft: float | None = None,
+    ) -> None:
+        """Count one turn, and for the worker that it was given (its `cells`, and its `status`). `ttft`: None where the
+        turn was not completed, or had nothing in its body."""
+        self.turn(model, outcome)
+        self.turn_seconds.observe(seconds)
+        if cells is not None:
+            cells.turns[outcome, status] += 1
+            if ttft is not None:
+                self.ttft.observe_with(cells.ttft, ttft)
 
     def turn(self, model: str | None, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
@@ -308,34 +415,45 @@ class Metrics(Collector):
                 for cell in [cell for cell in metric.cells if cell[at] == name]:
                     del metric.cells[cell]
 
-    def collect(self) -> Iterable[Metric]:
+    def families(self) -> list[Family]:
+        """All of them, as they are now."""
         self._read_workers()
-        for metric in vars(self).values():
-            if isinstance(metric, Counter | Histogram):
-                yield metric.family()
-        for name, text, labels, read in self._gauges:
-            gauge = GaugeMetricFamily(name, text, labels=labels)
-            for values, number in read():
-                gauge.add_metric(values, number)
-            yield gauge
+        found = [metric.family() for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
+        for name, text, labels, read, merge in self._gauges:
+            values = [(cell, [float(value)]) for cell, value in read()]
+            found.append(Family(name, "gauge", text, labels, values, merge=merge))
+        for each in self._process.collect():
+            cells = [(tuple(sample.labels.values()), [sample.value]) for sample in each.samples]
+            labels = tuple(each.samples[0].labels) if each.samples else ()
+            merge = _OF_ALL.get(each.name, "sum")
+            found.append(Family(each.name, each.type, each.documentation, labels, cells, merge=merge))
+        return found
 
     def _read_workers(self) -> None:
-        for metric in (self.worker_turns, self.worker_probes, self.worker_changes, self.worker_moves):
+        counted = (self.worker_turns, self.worker_probes, self.worker_changes, self.worker_moves)
+        for metric in (*counted, self.worker_prompt_tokens, self.worker_cached_tokens):
             metric.cells.clear()
         self.worker_ttft.forget()
+        self.worker_gaps.forget()
+        names: set[str] = set()
         for name, cells in self.workers():
+            for outcome, kind in _FORESEEN:
+                self.worker_turns.cells[name, outcome, kind] = 0
             for (outcome, status), count in cells.turns.items():
                 self.worker_turns.cells[name, outcome, f"{status // 100}xx" if status else "none"] += count
             self.worker_ttft.adopt((name,), cells.ttft)
-            for result, count in cells.probes.items():
-                self.worker_probes.cells[name, result] = count
-            for (before, after), count in cells.changes.items():
-                self.worker_changes.cells[name, before, after] = count
+            self.worker_gaps.adopt((name,), cells.gaps)
+            self.worker_prompt_tokens.cells[name,] = cells.prompt_tokens
+            self.worker_cached_tokens.cells[name,] = cells.cached_tokens
+            for result in PROBE_RESULTS:
+                self.worker_probes.cells[name, result] = cells.probes.get(result, 0)
+            for before, after in itertools.permutations(WORKER_STATES, 2):
+                self.worker_changes.cells[name, before, after] = cells.changes.get((before, after), 0)
             self.worker_moves.cells[name, "from"] = cells.moved_from
             self.worker_moves.cells[name, "to"] = cells.moved_to
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # the registry need not ask `collect` for names when this is registered
-
-    def render(self) -> bytes:
-        return generate_latest(self.registry)
+            for went in CONNECT_OUTCOMES:
+                self.connects.cells[name, went] += 0
+            names.add(name)
+        if names:  # a turn that runs on at a worker that is gone may have connected to it once more
+            for cell in [cell for cell in self.connects.cells if cell[0] not in names]:
+                del self.connects.cells[cell]

@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         action="store_true",
-        help="check the settings, open the claim store and close it again, print what would be used, and end",
+        help="check the settings, open the claim store and close it again, print what would be used, and end; with "
+        "exit code 1 where the store cannot be reached",
     )
     parser.add_argument(
         "--probe",

@@ -18,7 +18,6 @@ import logging
 import re
 import secrets
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -26,7 +25,7 @@ from contextlib import AbstractAsyncContextManager
 import httpx
 import msgspec
 
-from app import Trouble
+from app import Trouble, logs
 from app.config import mask
 from app.fleet.discovery.records import (
     WORKERS,
@@ -244,8 +243,7 @@ async def _either(event: asyncio.Event, *, timeout: float) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or SIGINT, and through the drain. Returns the exit code. Raises Trouble."""
-    logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logs.set_up("info")
     try:
         url = normal_url(args.worker_url)
         check_reachable(url, from_here=True)

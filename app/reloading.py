@@ -20,10 +20,12 @@ from pathlib import Path
 from app import Trouble
 from app.config import Settings, mask
 from app.fleet.discovery.source import Aside
+from app.logs import event
 from app.sources import EffectiveSettings
 
 log = logging.getLogger("coatcheck")
 
+NOT_TAKEN_UP = "the settings stay as they were: %s"
 LOOK_EVERY = 1.0
 """Seconds between looks at the files."""
 _HEAD = struct.Struct("<QQ16s")
@@ -71,11 +73,13 @@ class Rereading:
             settings, changed, fixed = self._read().change(self.settings)
         except Trouble as trouble:
             for line in trouble.lines:
-                log.warning("the settings stay as they were: %s", line)
+                log.warning(NOT_TAKEN_UP, line, extra=event("reload_refused", reason=line))
             return None
         if fixed:
-            log.warning("cannot change while the router runs, so restart it for: %s", ", ".join(fixed))
-        log.info("the settings were read again; changed: %s", ", ".join(changed) or "none of them")
+            text = "cannot change while the router runs, so restart it for: %s"
+            log.warning(text, ", ".join(fixed), extra=event("reload_needs_restart", settings=", ".join(fixed)))
+        named = ", ".join(changed) or "none of them"
+        log.info("the settings were read again; changed: %s", named, extra=event("reload", settings=named))
         self.settings = settings
         # Also when no setting differs: what the files that they name say may.
         return settings
@@ -127,7 +131,8 @@ class Passed:
                 settings = self.read()
             except (Trouble, ValueError, OSError, json.JSONDecodeError) as error:
                 # The parent could use it just now: a file that it names has changed meanwhile, and will be read again.
-                log.warning("the settings stay as they were: %s", mask(str(error)))
+                said = mask(str(error))
+                log.warning(NOT_TAKEN_UP, said, extra=event("reload_refused", reason=said))
                 continue
             if settings is not None:
                 store = settings.store.model_copy(update={"replica": replica})

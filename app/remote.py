@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import json
+import re
 import socket
 import ssl
 import sys
@@ -21,6 +23,7 @@ from rich.table import Table
 from app import Trouble
 from app.config import SETTINGS
 from app.listening import read_place
+from app.logs import shown
 from app.sources import CONFIG_VARIABLE, read_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -37,6 +40,9 @@ _SAID = {
     "drain": "is draining",
     "remove": "is removed",
 }
+_NOTHING = "–"
+_HASH = re.compile(r"[0-9a-f]{12,40}")
+"""A session's hash or the first digits of it, as lists and the log show it."""
 _WRONG_USE = frozenset({400, 422})
 
 Ask = Callable[..., dict[str, Any]]
@@ -61,7 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(
             "--tenant", default="", metavar="NAME", help="whose session it is, where there are API keys"
         )
-        parser.add_argument("--hash", action="store_true", help="ID is the hash that lists show")
+        parser.add_argument(
+            "--hash", action="store_true", help="ID is the hash that lists and the log show, or its first digits"
+        )
         parser.add_argument("--worker", default="", metavar="NAME", help="list only sessions at this worker")
         parser.add_argument("--limit", type=_positive, default=50, metavar="N", help="list so many. Default: 50")
         parser.add_argument("--all", action="store_true", help="list all")
@@ -128,8 +136,6 @@ def run(args: argparse.Namespace) -> int:
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError):
         remedy = f"write one like {DEFAULT_URL}, or unix:/path"
         raise Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2) from None
-    except BrokenPipeError:  # of `| head`
-        sys.stderr.close()
     return 0
 
 
@@ -160,15 +166,22 @@ def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any],
         message = said["error"]["message"]
     except (ValueError, KeyError, TypeError):
         raise Trouble(f"{url} does not answer as a router (status {answer.status_code})") from None
+    if answer.status_code == 403:
+        message = f"{message}; give it by --token, {SETTINGS['admin_token'].variable} or --config"
     raise Trouble(str(message), code=2 if answer.status_code in _WRONG_USE else 1)
 
 
-def _session(args: argparse.Namespace) -> dict[str, Any]:
+def _session(args: argparse.Namespace, ask: Ask) -> dict[str, Any]:
+    """What names it. A word that may be a hash is one if a session has it."""
+    if not args.hash and not args.agent and _HASH.fullmatch(args.id):
+        with contextlib.suppress(Trouble):
+            found = ask("GET", "/admin/session", session=args.id, hashed="true")
+            return {"session": found["session"], "hashed": "true"}
     return {"session": args.id, "agent": args.agent, "tenant": args.tenant, "hashed": "true" if args.hash else ""}
 
 
 def _show(args: argparse.Namespace, ask: Ask) -> None:
-    session = ask("GET", "/admin/session", **_session(args))
+    session = ask("GET", "/admin/session", **_session(args, ask))
     if args.json:
         _print_json(session)
     else:
@@ -176,7 +189,7 @@ def _show(args: argparse.Namespace, ask: Ask) -> None:
 
 
 def _close(args: argparse.Namespace, ask: Ask) -> None:
-    said = ask("DELETE", "/admin/session", **_session(args))
+    said = ask("DELETE", "/admin/session", **_session(args, ask))
     if args.json:
         _print_json(said)
     else:
@@ -198,6 +211,9 @@ def _list(args: argparse.Namespace, ask: Ask) -> None:
     if args.json:
         _print_json({**page, "sessions": sessions})
         return
+    if sys.stdout.isatty():
+        for session in sessions:
+            session["session"] = shown(session["session"])
     columns = ("session", "worker", "rank", "active_here", "age_seconds", "expires_in_seconds", "generation", "source")
     _print_table(columns, [[session[column] for column in columns] for session in sessions])
     counts = ", ".join(f"{name} {count}" for name, count in page["by_worker"].items())
@@ -287,13 +303,34 @@ def _clock(seconds: float) -> str:
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    table = Table(box=None, pad_edge=False, show_header=bool(columns))
-    for column in columns:
-        table.add_column(column.replace("_", " "), no_wrap=True)
-    for row in rows:
-        table.add_row(*map(_cell, row))
     # Whole lines where nobody looks at them, so that they can be searched.
-    Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000).print(table)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 1000)
+    cells = [[_cell(value) for value in row] for row in rows]
+    room = fitting([column.replace("_", " ") for column in columns], cells, console.width)
+    table = Table(box=None, pad_edge=False, show_header=bool(columns))
+    for at in room:
+        table.add_column(columns[at].replace("_", " "), no_wrap=True)
+    if not columns:
+        room = range(max(map(len, cells), default=0))
+    for row in cells:
+        table.add_row(*(row[at] for at in room))
+    with console.capture() as printed:  # a pipe that is closed is for whoever has begun this command to hear of
+        console.print(table)
+    print(printed.get(), end="")
+    if columns and len(room) < len(columns):
+        left = ", ".join(columns[at].replace("_", " ") for at in range(len(columns)) if at not in room)
+        print(f"(left out for this terminal's width: {left}; --json has them)")
+
+
+def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Sequence[int]:
+    """Which columns have room: without those that say nothing, and then without the last ones, never the first two."""
+    widths = [max([len(name), *(len(row[at]) for row in rows)]) for at, name in enumerate(columns)]
+    shown = list(range(len(columns)))
+    if sum(widths) + len(shown) > width:
+        shown = [at for at in shown if at < 2 or any(row[at] != _NOTHING for row in rows)]
+    while len(shown) > 2 and sum(widths[at] for at in shown) + len(shown) > width:
+        shown.pop()
+    return shown
 
 
 def _span(seconds: float) -> str:
@@ -308,7 +345,7 @@ def _span(seconds: float) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "–" if value is None else str(value)
+    return _NOTHING if value is None else str(value)
 
 
 def _print_json(value: Any) -> None:

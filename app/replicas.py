@@ -25,6 +25,7 @@ import msgspec
 
 from app.fleet.naming import Naming, Place, address_of, place_of
 from app.fleet.workers import Fleet, Target
+from app.logs import event
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.peers import Peer, Peers
@@ -210,13 +211,18 @@ class Replicas:
         self._tasks: list[asyncio.Task[None]] = []
         self._record = self._make_record()
         self._places = _places(self._record)
-        metrics.gauge("coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1)
-        metrics.gauge("coatcheck_peers", "Other replicas that can be asked directly.", lambda: len(self._peers))
+        metrics.gauge(
+            "coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1, merge="max"
+        )
+        metrics.gauge(
+            "coatcheck_peers", "Other replicas that can be asked directly.", lambda: len(self._peers), merge="max"
+        )
         metrics.gauges(
             "coatcheck_replica_differs",
             "Other replicas that differ in what must agree, by setting.",
             "setting",
             self._count_differences,
+            merge="max",
         )
 
     # -- life
@@ -370,7 +376,9 @@ class Replicas:
             self._fleet.heard(name, {})
             self._learn()
             for setting in sorted(seen.told):
-                log.info("replica %s, which differed in %s, is gone", seen.record.replica, setting)
+                other = seen.record.replica
+                said = event("replica_gone", other=other, setting=setting)
+                log.info("replica %s, which differed in %s, is gone", other, setting, extra=said)
 
     def _tell_peers(self) -> None:
         reachable = [
@@ -407,9 +415,11 @@ class Replicas:
             found[NAME] = Difference(NAME, "two replicas have this name; each needs one of its own")
         for setting in sorted(found.keys() - seen.told):
             how = f": {found[setting].how}" if found[setting].how else ""
-            log.warning("replica %s differs from this one in %s%s", record.replica, setting, how)
+            said = event("replica_differs", other=record.replica, setting=setting, reason=found[setting].how or None)
+            log.warning("replica %s differs from this one in %s%s", record.replica, setting, how, extra=said)
         for setting in sorted(seen.told - found.keys()):
-            log.info("replica %s agrees with this one in %s again", record.replica, setting)
+            said = event("replica_agrees", other=record.replica, setting=setting)
+            log.info("replica %s agrees with this one in %s again", record.replica, setting, extra=said)
         seen.differs, seen.told = found, set(found)
 
     def _count_differences(self) -> list[tuple[str, float]]:

@@ -30,8 +30,9 @@ from typing import Any, Literal, NamedTuple, cast
 import uvicorn
 from fastapi import FastAPI
 
-from app import Trouble, children, version
+from app import Trouble, children, logs, version
 from app.config import Settings, mask
+from app.gathering import Gathering
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
 from app.http.tcp import ask_for_life, give_up_on_silence
@@ -44,8 +45,9 @@ from app.listening import (
     read_peer_address,
     removed_at_end,
 )
+from app.logs import event
 from app.main import Router, create_app
-from app.reloading import LOOK_EVERY, Passed, Rereading
+from app.reloading import LOOK_EVERY, NOT_TAKEN_UP, Passed, Rereading
 
 log = logging.getLogger("coatcheck")
 
@@ -105,8 +107,12 @@ def _listening(settings: Settings) -> Iterator[_Listeners]:
                 else:
                     sockets = listen(place.host, place.port, patience=settings.limits.client_read_timeout)
             except OSError as error:
-                taken = error.errno == errno.EADDRINUSE
-                remedy = f"free it or choose another {port}" if taken else f"choose another {host}"
+                remedy = f"choose another {host}"
+                if error.errno == errno.EADDRINUSE:
+                    remedy = f"free it or choose another {port}"
+                elif error.errno == errno.EACCES and place.path is None:
+                    # What is below net.ipv4.ip_unprivileged_port_start.
+                    remedy = f"low ports need CAP_NET_BIND_SERVICE; give this process that, or choose a higher {port}"
                 raise Trouble(f"cannot listen on {place}: {error.strerror}; {remedy}") from None
             for listener in sockets:
                 stack.enter_context(contextlib.closing(listener))
@@ -204,21 +210,10 @@ def raise_open_files() -> int:
     return soft
 
 
-def configure_logging(level: str) -> None:
-    """Everything to stderr; other libraries' small talk left out."""
-    logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
-    )
-    for name in ("httpx", "httpcore", "watchfiles", "asyncio"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
-    logging.getLogger("uvicorn.error").addFilter(_is_news)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Not for what uvicorn calls an error and we do on purpose."""
-    # A turn was still running when its time at shutdown was over; uvicorn has said how many those were.
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+def configure_logging(settings: Settings) -> None:
+    """As they say, for this process. One of several says its own replica's name, their parent what those begin with."""
+    process = settings.process
+    logs.set_up(process.log_level, process.log_format, settings.store.replica)
 
 
 class _Protocol:
@@ -252,6 +247,31 @@ class _Protocol:
         waiting = how["server_state"].connections
         loop = asyncio.get_running_loop()
         return AcceptedTls(loop, made, self._tls, limit=self._handshake_limit, connections=waiting)
+
+
+class _Farewell:
+    """Tells how a router ends, each step once."""
+
+    def __init__(self, running: Callable[[], int]) -> None:
+        """`running`: turns."""
+        self._running = running
+        self._told = False
+
+    def begins(self, delay: float) -> None:
+        if not self._told:
+            self._told = True
+            turns = self._running()
+            text = "draining: /ready fails now, and the port closes in %g s; %d turns run"
+            log.info(text, delay, turns, extra=event("draining", seconds=delay, turns=turns))
+
+    def port_closes(self, limit: float) -> None:
+        turns = self._running()
+        text = "the port is closed; %d turns that run have %g s to end"
+        log.info(text, turns, limit, extra=event("port_closed", turns=turns, seconds=limit))
+
+    def ends(self) -> None:
+        cut = self._running()
+        log.info("stopped%s", f"; {cut} turns were cut" if cut else "", extra=event("stopped", cut=cut))
 
 
 class Server(uvicorn.Server):
@@ -314,6 +334,7 @@ class Server(uvicorn.Server):
         self._announce = announce
         self._forceful = forceful
         self._exit_at: float | None = None
+        self._farewell = _Farewell(lambda: router.turns.count if self.started else 0)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         _keep_freed_memory()
@@ -334,7 +355,8 @@ class Server(uvicorn.Server):
                 tls = settings.listen.tls()
                 await self._router.follow(settings)
             except (ValueError, OSError) as error:  # it has changed once more since it was checked
-                log.warning("the settings stay as they were: %s", mask(str(error)))
+                said = mask(str(error))
+                log.warning(NOT_TAKEN_UP, said, extra=event("reload_refused", reason=said))
             except Exception:  # a fault of ours: the operator sees it in the log, and turns go on
                 log.exception("the settings could not be taken up")
             else:
@@ -344,12 +366,14 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._following is not None:
             self._following.cancel()
+        self._farewell.port_closes(self.config.timeout_graceful_shutdown or 0)
         capacity = self._router.capacity
         if capacity is not None:
             # Turns that still wait when this time is nearly over will not be served. They are told, not cut.
             seconds = self.config.timeout_graceful_shutdown or 0
             asyncio.get_running_loop().call_later(max(0.0, seconds - max(_TO_TELL, seconds / 10)), capacity.close)
         await super().shutdown(sockets)
+        self._farewell.ends()
 
     async def serve_beside(self) -> None:
         """The other listeners, as uvicorn makes the first: closed, drained and waited for with it."""
@@ -378,8 +402,10 @@ class Server(uvicorn.Server):
             signal.raise_signal(sig)
 
     async def on_tick(self, counter: int) -> bool:
-        if self._exit_at is not None and time.monotonic() >= self._exit_at:
-            self.should_exit = True
+        if self._exit_at is not None:
+            # Not from the signal's handler, which may have come in the middle of a line.
+            self._farewell.begins(self._drain_delay)
+            self.should_exit = self.should_exit or time.monotonic() >= self._exit_at
         return await super().on_tick(counter)
 
 
@@ -399,6 +425,7 @@ class _Supervisor:
         self._settings = rereading.settings
         self._rereading = rereading
         self._passed = Passed()
+        self._gathering = Gathering()
         self._look_at = 0.0
         self._listeners = listeners
         self._numbers = itertools.count(1)
@@ -423,10 +450,13 @@ class _Supervisor:
                     children.stop([child], grace=0)
                     if child.returncode > 0:
                         # It gave up by itself, as they do when they cannot start. The next one would do the same.
-                        log.error("process %d ended with exit code %d; all are stopped", child.pid, child.returncode)
+                        said = event("process_failed", process=child.pid, code=child.returncode)
+                        text = "process %d ended with exit code %d; all are stopped"
+                        log.error(text, child.pid, child.returncode, extra=said)
                         return 1
                     ended = children.spoken_end(child.returncode)
-                    log.error("process %d %s; another one takes its place", child.pid, ended)
+                    said = event("process_lost", process=child.pid, reason=ended)
+                    log.error("process %d %s; another one takes its place", child.pid, ended, extra=said)
                     if lived < _SHORT_LIFE:
                         time.sleep(_SHORT_LIFE)
                     self._start()
@@ -436,6 +466,7 @@ class _Supervisor:
                 listener.close()  # the processes have their own; in ours connections would wait for nobody
             drain = self._settings.process.drain_delay + self._settings.process.drain_timeout
             children.stop(self._running, grace=drain + _STOP_MARGIN, hurried=lambda: self._signals > 1)
+            self._gathering.close()
 
     def _pass_on(self) -> None:
         """Settings that have changed, to all processes."""
@@ -447,7 +478,8 @@ class _Supervisor:
             try:
                 self._passed.write(settings)
             except (ValueError, OSError) as error:  # a file with a secret has changed once more since it was checked
-                log.warning("the settings stay as they were: %s", mask(str(error)))
+                said = mask(str(error))
+                log.warning(NOT_TAKEN_UP, said, extra=event("reload_refused", reason=said))
             else:
                 self._settings = settings
 
@@ -455,15 +487,18 @@ class _Supervisor:
         replica = f"{self._settings.store.replica}-{next(self._numbers)}"
         store = self._settings.store.model_copy(update={"replica": replica})
         environment = os.environ | {_SETTINGS_VARIABLE: self._settings.model_copy(update={"store": store}).dump()}
+        channel = self._gathering.admit(replica)
         descriptors = [[listener.fileno() for listener in each] for each in self._listeners]
         passed = self._passed.descriptor
         child = children.start(
             "app.serve",
             json.dumps(descriptors),
             str(passed),
+            str(channel.fileno()),
             environment=environment,
-            pass_fds=[passed, *itertools.chain(*descriptors)],
+            pass_fds=[passed, channel.fileno(), *itertools.chain(*descriptors)],
         )
+        channel.close()  # the process has its own
         self._running[child] = time.monotonic()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -483,7 +518,7 @@ def _announce(settings: Settings, listeners: _Listeners) -> None:
     ]
     if listeners.admin:
         parts.append(f"admin API at {_where(listeners.admin[0]).url_by(scheme)}")
-    log.info(", ".join(parts))
+    log.info(", ".join(parts), extra=event("serving", version=version()))
     if not settings.access.token and not settings.admin_is_local:
         where = _where([*listeners.admin, *listeners.public][0])
         log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
@@ -505,17 +540,19 @@ def _where(listener: socket.socket) -> Place:
 
 
 def _serve_as_child() -> int:
-    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD`, the settings in the environment;
-    from the last one they come when they change."""
+    """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD FD`, the settings in the
+    environment; from the last but one they come when they change, and the last leads to the parent's `Gathering`."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent's to hear
     settings = Settings.load(os.environ[_SETTINGS_VARIABLE])
-    configure_logging(settings.process.log_level)
+    configure_logging(settings)
     public, admin = ([socket.socket(fileno=fd) for fd in each] for each in json.loads(sys.argv[1]))
     passed = Passed(int(sys.argv[2]))
     replica = settings.store.replica
     try:
         with _peer_listeners(settings) as peers:
-            app = create_app(settings, peer_place=_advertised(settings, peers))
+            siblings = socket.socket(fileno=int(sys.argv[3]))
+            siblings.setblocking(False)
+            app = create_app(settings, peer_place=_advertised(settings, peers), siblings=siblings)
             changes = functools.partial(passed.changes, replica)
             Server(app, settings, admin, peers, changes=changes, forceful=False).run(public)
     except Trouble as trouble:

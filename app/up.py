@@ -67,6 +67,11 @@ def run(args: argparse.Namespace) -> int:
         MockSettings(ttft_ms=args.ttft_ms, itl_ms=args.itl_ms)
     except ValueError as error:
         raise Trouble(str(error), code=2) from None
+    try:
+        args.state.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = "it is no folder" if isinstance(error, FileExistsError) else error.strerror
+        raise Trouble(f"--state {args.state}: {why}; name a folder that you can write to", code=2) from None
     console = Console(soft_wrap=True, highlight=False)
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

@@ -21,6 +21,7 @@ from app.fleet.loads import Others, Owed, Weights
 from app.http.headers import Header, Origin
 from app.http.names import Names
 from app.http.worker import Pool
+from app.logs import event
 from app.metrics import WorkerCells
 
 log = logging.getLogger("coatcheck.fleet")
@@ -252,7 +253,8 @@ class Fleet:
             # That a worker is there when the router starts is no news.
             level = logging.INFO if change.first and change.after is State.UP else logging.WARNING
             before, after = change.before.value, change.after.value
-            log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why)
+            said = event("worker_state", worker=worker.name, from_=before, to=after, reason=change.why)
+            log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why, extra=said)
 
         worker.health.changed = changed
         worker.health.burden.begun = functools.partial(self._weights.begun, worker)

@@ -127,6 +127,8 @@ class Exchange:
     _chunked = False
     _sized = False
     _no_body = False
+    # Of the answer's body, if it was not whole from the start.
+    pieces = 0
     # The turn, from `begin` to its end, which may be long after the answer's.
     begun = False
     _turn: Turn | None = None
@@ -286,7 +288,9 @@ class Exchange:
             return True
         if self._no_body:
             data = b""
-        elif self._chunked:
+        elif self._chunked or not end:
+            self.pieces += 1
+        if self._chunked:
             if data:
                 data = b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data) if end else b"%x\r\n%b\r\n" % (len(data), data)
             elif end:
@@ -307,6 +311,7 @@ class Exchange:
     def write_chunk(self, frame: bytes, start: int) -> bool:
         if self._head is not None or not self._chunked:
             return self.write(frame[start:-2], False)
+        self.pieces += 1
         connection = self._connection
         connection.write(frame)
         return not connection.write_paused

@@ -16,7 +16,10 @@ _is_origin = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@,*]+", re.ASCII).fullmatch
 _are_names = re.compile(rb"[\w!#$%&'*+.^`|~-]+(?:[ \t]*,[ \t]*[\w!#$%&'*+.^`|~-]+)*", re.ASCII).fullmatch
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _METHODS = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
-_EXPOSED = b"X-Request-ID, X-Coatcheck-Worker, X-Coatcheck-Rank, X-Coatcheck-Affinity, Retry-After, X-Should-Retry, *"
+_EXPOSED = (
+    b"X-Request-ID, X-Coatcheck-Worker, X-Coatcheck-Rank, X-Coatcheck-Affinity, X-Coatcheck-Replica, Retry-After, "
+    b"X-Should-Retry, *"
+)
 """What scripts may read. Older browsers know no `*` there."""
 _REMEMBERED = b"7200"
 """Seconds that a browser may remember a preflight; Chromium takes no more."""

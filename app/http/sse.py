@@ -77,19 +77,21 @@ class Trail(deque[bytes | tuple[bytes]]):
         # The mark stands for what is left out, and begins no line.
         self.append((b"\0" + data[max(at + 2, len(data) - LONG) :],))
 
-    def _text(self) -> bytes:
+    @property
+    def text(self) -> bytes:
+        """As much of it as is kept."""
         start = b"\n" if len(self) < _FRAMES and not self._opening else b""
         return b"".join([self._opening, start, *map(_data, self)])
 
     @property
     def between_events(self) -> bool:
         """Whether the stream stands where an event of ours would be one of its own."""
-        return not self or self._text().endswith(_BLANK_LINE)
+        return not self or self.text.endswith(_BLANK_LINE)
 
     @property
     def over(self) -> bool:
         """Whether the last event has gone by, all of it."""
-        text = self._text()
+        text = self.text
         if _GONE_BY.search(text):
             return True
         for found in _TYPED.finditer(text):

@@ -20,6 +20,7 @@ from app.errors import TurnError
 from app.fleet.naming import Naming
 from app.fleet.policies import Policy
 from app.fleet.workers import Fleet, Target
+from app.logs import event, shown
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState, Tasks
 from app.sessions.desk import Desk
@@ -114,7 +115,9 @@ class Binding:
         self.how = how
         if self._entry is not None and self._affinity._logs(self._key):
             rank = "" if self.target.rank is None else f" rank {self.target.rank}"
-            log.info("session %s %s at %s%s", self._key[:12], how, self.target.worker.name, rank)
+            name, worker = shown(self._key), self.target.worker.name
+            said = event("binding", session=name, affinity=how, worker=worker, rank=self.target.rank)
+            log.info("session %s %s at %s%s", name, how, worker, rank, extra=said)
 
     def _hold(self, entry: Entry) -> None:
         """Be a turn of this entry, in place of what was held. Nothing is held any more when the turn is over."""
@@ -484,7 +487,8 @@ class Affinity:
     def _rewound(self) -> None:
         self._entries.rewound()
         self._closer.rewound()
-        log.warning("the claim store has lost what it held; sessions stay where they are served and are claimed again")
+        text = "the claim store has lost what it held; sessions stay where they are served and are claimed again"
+        log.warning(text, extra=event("store_rewound"))
         self._tasks.spawn(self._claim_again())
 
     async def _reconcile(self) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from app.fleet.workers import Target
+from app.logs import event
 from app.metrics import Metrics
 from backends.base import (
     Claim,
@@ -471,7 +472,8 @@ class Claims:
     def _is_away(self, why: StoreError | None) -> None:
         self.state = StoreState.AWAY
         self._up.clear()
-        log.error("the claim store is away (%s); known sessions go on, new ones are %s", why, self._meanwhile)
+        text = "the claim store is away (%s); known sessions go on, new ones are %s"
+        log.error(text, why, self._meanwhile, extra=event("store_away", reason=str(why), new_sessions=self._meanwhile))
         self._tasks.spawn(self._await_return())
 
     async def _await_return(self) -> None:
@@ -487,7 +489,7 @@ class Claims:
         self.state = StoreState.UP
         self._up_since = self._back_at = self.clock()
         self._up.set()
-        log.warning("the claim store is back")
+        log.warning("the claim store is back", extra=event("store_back"))
         await self._returned()
 
 

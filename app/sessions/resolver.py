@@ -47,6 +47,7 @@ from app.fleet.capacity import Full
 from app.fleet.naming import Naming
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
+from app.logs import Ration, event, shown
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
 from app.sessions.entries import UNPROVEN, Alone, Entries, Entry, Snapshot
@@ -120,6 +121,7 @@ class Resolver:
         self._refuse, self._parent_slack, self._unsettled, self._overdue = refuse, parent_slack, unsettled, overdue
         self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         """When sessions were moved lately, the longest unmoved first."""
+        self._news = Ration(log, "sessions that moved, or whose claim gave way")
 
     async def resolve(self, key: str, placement: Placement) -> tuple[Entry, str]:
         """The session's entry, and how it came to it. Raises TurnError."""
@@ -206,6 +208,23 @@ class Resolver:
     ) -> tuple[Entry, str]:
         """Close the observed claim and make one away from the lost workers; whoever is first decides where. `known`:
         the session as it was until now."""
+        entry, how = await self._move_off(key, claim, lost, placement, known)
+        left = known.target.worker.name if known is not None else claim.value.worker if claim is not None else ""
+        worker = entry.target.worker.name
+        if worker != left and self._news.allows():
+            name = shown(key)
+            said = event("session_moved", session=name, from_=left, to=worker, affinity=how)
+            log.info("session %s moves from %s to %s (%s)", name, left, worker, how, extra=said)
+        return entry, how
+
+    async def _move_off(
+        self,
+        key: str,
+        claim: Claim | None,
+        lost: frozenset[str],
+        placement: Placement,
+        known: Entry | None,
+    ) -> tuple[Entry, str]:
         hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
         elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
@@ -362,7 +381,10 @@ class Resolver:
             claim = outcome.claim
             if outcome.created:
                 self._metrics.claims_given_way.inc(why)
-                log.info("session %s stays at %s: a claim gave way (%s)", key[:12], target.worker.name, why)
+                name, worker = shown(key), target.worker.name
+                if self._news.allows():
+                    said = event("claim_gave_way", session=name, worker=worker, reason=why)
+                    log.info("session %s stays at %s: a claim gave way (%s)", name, worker, why, extra=said)
                 known.claim = None  # it was of what gave way, or of what was before that
                 return self._note(claim, target, snapshot, kept=placement.kept)
             if not self._gives_way(claim, known):

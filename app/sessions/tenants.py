@@ -221,6 +221,8 @@ class Admins:
         if self._token:
             given = noted.get(ADMIN_TOKEN, [None])[0] or credential(noted)
             proven = given is not None and hmac.compare_digest(given, self._token)
+            if not proven and given is not None:
+                return "the admin API needs the admin token, and what was sent is another one"
             return None if proven else "the admin API needs the admin token"
         if not self._at_path and not is_loopback_address(host or ""):
             return "the admin API is for this machine, or needs the admin token"

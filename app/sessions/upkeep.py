@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from app import logs
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState, Tasks
 from app.sessions.endings import Ending, EndingFiles
@@ -54,7 +55,8 @@ async def watch(store: ClaimStore, entries: Entries, metrics: Metrics, rewound: 
                     entries.deleted(event)
         except StoreError as error:
             if entries.watching:
-                log.warning("the claim store's watch is lost; claims are read before use: %s", error)
+                text = "the claim store's watch is lost; claims are read before use: %s"
+                log.warning(text, error, extra=logs.event("watch_lost", reason=str(error)))
         except Exception:
             # A fault of the store's code must not end the watch unseen: entries would stay proven for ever.
             log.exception("the claim store's watch failed; it is begun again")

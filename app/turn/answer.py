@@ -8,8 +8,8 @@ from app.http.exchange import Exchange
 from app.http.headers import Header, header
 from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, WorkerConnection
-from app.metrics import Histogram
 from app.sessions.spread import Hold
+from app.turn import usage as usages
 from app.turn.kept import Keeper
 from app.turn.presence import Presence
 
@@ -39,12 +39,14 @@ class Answer:
     _held_end = False
     _keeper: Keeper | None = None
     _marker: sse.EndDetector | None = None
+    _last = b""
+    """What came last of an answer that is no event stream."""
     _trail: sse.Trail | None = None
     """What went by last of an event stream that is more than one piece."""
 
-    def __init__(self, exchange: Exchange, presence: Presence, ttft: Histogram, began: float) -> None:
-        """`ttft` is told how long after `began`, by the loop's time, the first piece came."""
-        self._exchange, self._presence, self._observe, self._began = exchange, presence, ttft.observe, began
+    def __init__(self, exchange: Exchange, presence: Presence, began: float) -> None:
+        """`began`: when the turn did, by the loop's time."""
+        self._exchange, self._presence, self._began = exchange, presence, began
         self._done = Wake()
 
     @property
@@ -83,6 +85,12 @@ class Answer:
             if self.failure is not None:
                 self._done.set()
             await self._done
+
+    @property
+    def usage(self) -> tuple[int, int] | None:
+        """Of an answer that is complete: tokens of its prompt, and how many of them its worker's cache had; None: it
+        does not say."""
+        return usages.tokens(self._last if self._trail is None else self._trail.text)
 
     @property
     def over(self) -> bool:
@@ -126,7 +134,6 @@ class Answer:
         if not self.came:
             self.came = True
             self.ttft = self._presence.loop.time() - self._began
-            self._observe(self.ttft)
             if not end and self._is_event_stream:
                 self._trail = sse.Trail()
         if self._held is not None:
@@ -171,6 +178,10 @@ class Answer:
     def _push(self, data: bytes, end: bool) -> None:
         if self._trail is not None:
             self._trail.note(data)
+        elif end:
+            self._last = self._last[-usages.FAR :] + data if self._last else data
+        else:
+            self._last = data
         self._written_end = end
         if not self._exchange.write(data, end):
             self._stall()

@@ -12,21 +12,24 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
-from app.errors import ClientDisconnected, TurnError, error_response
+from app.errors import TABLE, ClientDisconnected, TurnError, error_response
 from app.fleet.capacity import Bounds, Capacity, Choice, Full
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
 from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
+from app.logs import event, shown
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
 from app.sessions.resolver import Placement
 from app.sessions.spread import Hold
+from app.turn.access import AccessLog, Told
 from app.turn.answer import Answer
 from app.turn.kept import Kept
 from app.turn.presence import Presence
@@ -43,6 +46,7 @@ _UNPLACED = frozenset(
     {"no_worker", "store_unavailable", "overloaded", "worker_unreachable", "worker_full", "fleet_full"}
 )
 """Errors of turns that no worker was given."""
+_MEASURED_OF = 16
 _AFTER_THE_LAST = 1.0
 """Seconds that are waited, at least, for what should follow an answer's last event."""
 _AFFINITY_HEADERS = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
@@ -70,6 +74,10 @@ class Shared(msgspec.Struct, frozen=True):
     """Of waiting for a slot."""
     tracing: Tracing | None = None
     """None: there are no spans."""
+    access: AccessLog | None = None
+    """None: the log has no line of any turn."""
+    own_headers: tuple[Header, ...] = ()
+    """Said in every answer: which replica this is."""
 
 
 class Turns:
@@ -79,6 +87,7 @@ class Turns:
         self._running: set[Turn] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+        self._opened = 0
         self.share(shared)
 
     def share(self, shared: Shared) -> None:
@@ -101,6 +110,9 @@ class Turns:
             loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
 
         turn = Turn(self.shared, self._running, loop, exchange, over)
+        self._opened += 1
+        if not self._opened % _MEASURED_OF:
+            turn.measure()
         self._running.add(turn)
         if self._sweeper is None:
             self._sweeper = loop.call_later(self._sweep_every, self._sweep, loop)
@@ -137,6 +149,13 @@ class Turn:
     """What the worker answered; 0: nothing."""
     _trace: TurnTrace | None = None
     """None: nobody wants one."""
+    _measured = False
+    """Whether it is measured what the router itself needs; when its request had come (0: not, or no more)."""
+    _read_at = 0.0
+    _again = 0
+    """How often an attempt followed another one."""
+    _refusal: TurnError | None = None
+    """Why it was answered with an error of ours."""
     _left_at = 0.0
     """When the client left that had its answer, of which only the worker's end had not come. 0: it did not."""
 
@@ -156,6 +175,10 @@ class Turn:
         self._driven: Driven | None = Driven(self._returned, self._failed)
         if shared.tracing is not None:
             self._trace = shared.tracing.begin(exchange)
+
+    def measure(self) -> None:
+        """Note what the router itself needs for it."""
+        self._measured = True
 
     # -- the turn, top to bottom
 
@@ -177,7 +200,8 @@ class Turn:
                 await self._presence.in_any_case(self._binding.left())
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
-            log.exception("turn %s failed", self._request.id.decode("latin-1"))
+            name = self._request.id.decode("latin-1")
+            log.exception("turn %s failed", name, extra=event("fault", request=name))
             if self._answer is not None:
                 raise  # the server cuts the connection
             await self._refuse(TurnError("internal_error", "the router failed; its log has the reason"))
@@ -205,6 +229,8 @@ class Turn:
         if shared.capacity is not None:
             self._slots = Slots(shared.capacity, shared.bounds, request.tenant, self._presence, self._began)
         self._presence.raise_if_gone()
+        if self._measured:
+            self._read_at = time.perf_counter()
 
     async def _route(self) -> None:
         """Decide the target: where what it names is kept, else the session's claim, else the client's hint, else the
@@ -257,7 +283,11 @@ class Turn:
                 connection = None if fresh else worker.pool.take()
                 if connection is None:
                     connection = await connect(worker, self._presence, metrics)
-                await attempt.send(request, connection)
+                head = attempt.send(request, connection)
+                if self._read_at:
+                    metrics.overhead.observe(time.perf_counter() - self._read_at)
+                    self._read_at = 0.0
+                await head
             except AttemptFailed as error:
                 self._presence.raise_if_gone()
                 if attempt.upload_fault is not None:
@@ -275,11 +305,13 @@ class Turn:
                     self._trace.answered(status)
                 judge(worker.health, status)
                 if status == 404 and self._asks_on(lost | {worker.name}):
+                    self._again += 1
                     lost |= {worker.name}
                     continue
                 if status == 503 and after_busy(Sent(once=once or busy, free=self._free)) is Next.ELSEWHERE_IF_ANY:
                     busy = True
                     if await self._is_taken_elsewhere(lost | {worker.name}):
+                        self._again += 1
                         metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
                         lost |= {worker.name}
                         continue
@@ -296,6 +328,7 @@ class Turn:
                 killed = killed or then is Next.ELSEWHERE_IF_GONE
                 lost |= {worker.name}
                 await self._move(lost, failure)
+            self._again += 1
         self._attempt = None
         if self._answer is not None and self._answer.failure is not None:
             await self._break_off(self._answer, self._answer.failure)
@@ -313,7 +346,7 @@ class Turn:
         headers = response_headers(connection.response.headers, status, target.worker.origin)
         if connection.response.open_ended:
             let_events_through(headers)
-        self._answer = answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
+        self._answer = answer = Answer(self._exchange, self._presence, self._began)
         self._exchange.start(status, headers + self._own_headers())
         if status == 101:
             self._attempt.send_rest(self._request)
@@ -345,6 +378,7 @@ class Turn:
     async def _refuse(self, error: TurnError) -> None:
         """Answer with an error of our own, before any response was started."""
         status, headers, body = error_response(error, self._exchange.raw_path, self._request.id)
+        self._refusal = error
         if self._outcome != "failed":
             self._outcome = "rejected" if status < 500 else "unplaced" if error.code in _UNPLACED else "worker_error"
         if self._binding is not None and self._request.identity.final:
@@ -358,7 +392,7 @@ class Turn:
         body = await self._presence.unless_gone(routing.explain(self._request, self._hint, kept))
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        self._say(200, [*headers, (b"x-request-id", self._request.id)], body)
+        self._say(200, [*headers, (b"x-request-id", self._request.id), *self._shared.own_headers], body)
 
     def _account(self) -> None:
         """Count it, and give the session back, whatever happened."""
@@ -371,16 +405,27 @@ class Turn:
         if self._presence.gone:
             self._outcome = "aborted"
         metrics, decision, answer = self._shared.metrics, self._decision, self._answer
-        if decision is not None:
+        model, outcome, seconds = self._request.fields.model, self._outcome, self._loop.time() - self._began
+        if decision is None:
+            metrics.ended(model, outcome, seconds)
+        else:
             cells = decision.target.worker.cells
-            cells.turns[self._outcome, self._status] += 1
-            if answer is not None and answer.came and self._outcome == "completed":
-                cells.ttft.observe(answer.ttft)
-        metrics.turn(self._request.fields.model, self._outcome)
-        metrics.turn_seconds.observe(self._loop.time() - self._began)
+            if answer is not None and answer.came and outcome == "completed":
+                metrics.ended(model, outcome, seconds, cells, self._status, answer.ttft)
+                cells.usage_unread += 1
+                if metrics.usages_left:
+                    metrics.usages_left -= 1
+                    cells.read_usage(answer.usage)
+                if self._exchange.pieces > 1:
+                    cells.gaps.observe((seconds - answer.ttft) / (self._exchange.pieces - 1))
+            else:
+                metrics.ended(model, outcome, seconds, cells, self._status)
         self._running.discard(self)
         if self._trace is not None:
             self._end(self._trace)
+        access = self._shared.access
+        if access is not None and (self._outcome != "completed" or access.every):
+            access.told(self._told())
 
     def _end(self, trace: TurnTrace) -> None:
         request, decision, answer = self._request, self._decision, self._answer
@@ -393,6 +438,37 @@ class Turn:
             coatcheck__affinity=None if decision is None else decision.how,
             coatcheck__first_byte_seconds=answer.ttft if answer is not None and answer.came else None,
             gen_ai__request__model=request.fields.model or None,
+        )
+
+    def _told(self) -> Told:
+        """For the access log."""
+        request, exchange, decision, answer = self._request, self._exchange, self._decision, self._answer
+        status, why = self._status, ""
+        if self._refusal is not None:
+            status, why = TABLE[self._refusal.code].status, f"{self._refusal.code}: {self._refusal}"
+        elif answer is not None and answer.failure is not None and self._outcome == "broken":
+            why = str(answer.failure)
+        elif self._outcome == "aborted":
+            status, why = self._status if answer is not None else 499, "the client left"
+        elif self._outcome == "explained":
+            status = 200
+        elif not status:
+            status = 500
+        return Told(
+            method=exchange.method.decode("latin-1"),
+            path=exchange.raw_path.decode("latin-1"),
+            status=status,
+            outcome=self._outcome,
+            why=why,
+            request=request.id.decode("latin-1"),
+            tenant=request.tenant.decode(),
+            session="" if self._binding is None else shown(self._binding.key),
+            worker="" if decision is None else decision.target.worker.name,
+            rank=None if decision is None else decision.target.rank,
+            affinity="" if decision is None else decision.how,
+            attempts=0 if decision is None else 1 + self._again,
+            first_byte_ms=round(1000 * answer.ttft, 1) if answer is not None and answer.came else None,
+            ms=round(1000 * (self._loop.time() - self._began), 1),
         )
 
     # -- steps of it
@@ -522,6 +598,7 @@ class Turn:
         binding, kept = self._binding, self._kept
         at_maker = kept is not None and kept.target is not None
         self._decision = None  # no worker is given it while it waits
+        self._read_at = 0.0
         if binding is None and self._hint is None and not at_maker:
             target = await self._wait_anywhere(slots, lost)
             self._decision = Decision(target, decision.how, decision.because)
@@ -581,14 +658,15 @@ class Turn:
             await self._presence.unless_gone(work)
 
     def _say(self, status: int, headers: list[Header], body: bytes) -> None:
-        self._answer = Answer(self._exchange, self._presence, self._shared.metrics.ttft, self._began)
+        self._answer = Answer(self._exchange, self._presence, self._began)
         self._answer.say(status, headers, body)
 
     def _own_headers(self) -> list[Header]:
         decision = self._decision
         if decision is None:
-            return [_AFFINITY_HEADERS["none"], (b"x-request-id", self._request.id)]
-        return [_AFFINITY_HEADERS[decision.how], (b"x-request-id", self._request.id), *decision.target.headers]
+            return [_AFFINITY_HEADERS["none"], (b"x-request-id", self._request.id), *self._shared.own_headers]
+        headers = [_AFFINITY_HEADERS[decision.how], (b"x-request-id", self._request.id), *self._shared.own_headers]
+        return headers + decision.target.headers
 
     def check_limits(self, now: float) -> None:
         """Cut the attempt when the worker has been silent, or the turn has lasted, longer than is allowed."""

@@ -157,13 +157,27 @@ def test_several_processes_share_a_port_and_a_dead_one_is_replaced(
     def pids() -> set[int]:
         return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
+    def counted() -> tuple[int, int]:
+        """By one scrape: processes that it is of, and turns that were rejected."""
+        text = httpx.get(f"{router.url}/metrics", trust_env=False, timeout=30).text
+        rejected = re.findall(r'coatcheck_turns_total\{.*outcome="rejected"\} (\S+)', text)
+        found = re.findall(r"^coatcheck_processes (\S+)", text, re.M)
+        return int(float(found[0])) if found else 0, sum(int(float(each)) for each in rejected)
+
     first = pids()
     assert len(first) == 2
     assert router.status("/ready") == 200
+    for _ in range(20):  # each on a connection of its own, which either takes
+        refused = httpx.get(f"{router.url}/v1/x", headers={"x-dynamo-session-id": "a b"}, trust_env=False, timeout=30)
+        assert refused.status_code == 400
+    assert holds(lambda: counted() == (2, 20))
+    assert [counted()[1] for _ in range(6)] == [20] * 6, "whichever is asked answers for both"
     victim = first.pop()
     os.kill(victim, signal.SIGKILL)
     assert holds(lambda: len(pids() - {victim}) == 2)
     assert router.status("/ready") == 200
+    assert counted()[1] == 20, "what the dead one had counted still counts"
+    assert holds(lambda: counted() == (2, 20))
 
     last = pids()
     router.process.send_signal(signal.SIGTERM)

@@ -332,7 +332,7 @@ async def _(rooms: Rooms) -> None:
                     "asked": f"r{at}",
                 }
                 assert 0 <= said["age_seconds"] < 60
-                assert said["expires_in_seconds"] is None or 1000 < said["expires_in_seconds"] <= 2250
+                assert said["expires_in_seconds"] is None or 1000 < said["expires_in_seconds"] <= 1800
                 by_hash = await client.get("/admin/session", params={"session": claim.key, "hashed": "true"})
                 assert by_hash.json()["revision"] == claim.revision
                 query = {"session": "run", "agent": "a", "tenant": "alice"}

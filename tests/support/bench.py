@@ -25,6 +25,7 @@ from app.http.client import ClientLimits, client_protocol
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
+from app.turn.access import AccessLog
 from app.turn.request import Reading
 from app.turn.routing import Routing
 from app.turn.turn import Limits, Shared, Turns
@@ -64,6 +65,7 @@ class Bench:
         bounds: Bounds | None = None,
         models: Sequence[str] = (),
         tls: Any = None,
+        access: AccessLog | None = None,
         **affinity: Any,
     ) -> None:
         """`models`: the one that each worker serves; none: all serve any."""
@@ -119,6 +121,7 @@ class Bench:
             limits=limits or Limits(),
             capacity=self.capacity,
             bounds=bounds or Bounds(),
+            access=access,
         )
         self.running = Turns(shared)
         self.config = uvicorn.Config(

@@ -26,7 +26,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         if name.upper().startswith("COATCHECK_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(checking, "configure_logging", lambda level: None)
+    monkeypatch.setattr(checking, "configure_logging", lambda settings: None)
 
 
 @pytest.fixture
@@ -86,12 +86,12 @@ def test_check_opens_the_store_for_real(capsys: pytest.CaptureFixture[str], tmp_
     assert folder.is_dir()
 
 
-def test_a_store_that_is_away_is_a_warning_without_its_password(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_fails_while_the_store_is_away_and_tells_no_password(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # not listening
         claims = f"etcd://me:hush@127.0.0.1:{unused.getsockname()[1]}/p"
         code, out, err = command(capsys, "serve", "--check", *WORKER, "--claims", claims, "--store-deadline", "0.3")
-    assert code == 0
+    assert code == 1
     assert "cannot be reached" in err
     assert "etcd://********@127.0.0.1" in out
     assert "hush" not in out + err

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from app import exposition
 from app.config import SETTINGS, Settings
 from app.main import create_app
 from app.metrics import Counter, Histogram
@@ -185,7 +186,7 @@ async def metrics() -> dict[str, dict[str, tuple[str, ...]]]:
     """Every series of a running router by its name: its labels, and the values that each can have; none: any."""
     app = create_app(Settings.flat(worker=("http://127.0.0.1:9,name=w,dp=1",), claims="memory://", probe_path="off"))
     async with app.router.lifespan_context(app):
-        text = app.metrics.render().decode()
+        text = exposition.text(app.metrics.families()).decode()
     known = {m.name: dict(m.labels) for m in vars(app.metrics).values() if isinstance(m, Counter | Histogram)}
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for family in text_string_to_metric_families(text):

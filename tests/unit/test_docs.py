@@ -4,6 +4,7 @@ commands of the README and of `docs/` that are marked `bash` or `python` are run
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from pathlib import Path
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import cli, options
+from app import cli, exposition, options
 from app.config import Settings
 from app.errors import TABLE
 from app.main import Router, create_app
@@ -21,6 +22,7 @@ from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, RETRY_REASONS, Counte
 from app.sessions import identity
 from app.sessions.affinity import _KEPT_STATUSES
 from app.sessions.tenants import ADMIN_TOKEN, CREDENTIALS
+from app.turn.access import Told
 from app.turn.request import DRY_RUN
 from app.turn.retry import Next
 from backends.base import CloseOutcome
@@ -152,7 +154,7 @@ def spoken(labels: Values) -> str:
 async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> None:
     app = router()
     async with app.router.lifespan_context(app):
-        text = app.metrics.render().decode()
+        text = exposition.text(app.metrics.families()).decode()
     labels = {
         each.name: dict(each.labels) for each in vars(app.metrics).values() if isinstance(each, Counter | Histogram)
     }
@@ -164,6 +166,19 @@ async def test_the_metrics_and_their_labels_are_those_of_a_running_router() -> N
             with_values = spoken(labels.get(family.name, seen))
             expected.add((f"`{family.name}{total}`", family.type, with_values, family.documentation))
     assert {tuple(cells) for cells in rows(section(REFERENCE, "Metrics"), "Metric")} == expected
+
+
+async def test_the_gauges_that_do_not_add_up_are_named() -> None:
+    app = router()
+    async with app.router.lifespan_context(app):
+        families = app.metrics.families()
+    text = " ".join(section(REFERENCE, "Metrics").split())
+    added, largest = text.partition("are added up, but for ")[2].partition(", which are the largest of theirs, and ")[
+        ::2
+    ]
+    smallest = largest.partition(", which are the smallest")[0]
+    for merge, said in (("max", added), ("min", smallest)):
+        assert set(re.findall(r"`(\w+)`", said)) == {each.name for each in families if each.merge == merge}
 
 
 def test_the_values_of_labels_are_those_that_the_code_counts() -> None:
@@ -181,6 +196,21 @@ def test_the_values_of_labels_are_those_that_the_code_counts() -> None:
     assert counted >= {"connects", "hints_ignored"}
     assert {then.value for then in Next} - {""} == set(RETRY_REASONS)
     assert {outcome.value for outcome in CloseOutcome} | {"expired"} == set(CLOSE_OUTCOMES)
+
+
+def test_the_events_of_the_log_are_those_that_the_code_tells_of() -> None:
+    told = {cells[0].strip("`"): cells[1] for cells in rows(section(REFERENCE, "Log"), "Event")}
+    found: dict[str, set[str]] = {}
+    for file in (ROOT / "app").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("event", "logs.event"):
+                (kind,) = node.args
+                assert isinstance(kind, ast.Constant)
+                assert isinstance(kind.value, str)
+                named = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                more = {*Told.__struct_fields__} if len(named) < len(node.keywords) else set()
+                found.setdefault(kind.value, set()).update(name.rstrip("_") for name in named | more)
+    assert {kind: set(re.findall(r"`(\w+)`", fields)) for kind, fields in told.items()} == found
 
 
 def test_the_outcomes_of_turns_are_explained() -> None:

@@ -9,11 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("app", "backends", "mocker")
-GROUND = {"app.errors", "app.metrics"}
+GROUND = {"app.errors", "app.logs", "app.metrics"}
 """Any house may stand on them; they know nothing of ours."""
 HOUSES = ("app.http", "app.fleet", "app.sessions", "app.turn")
 """Each may know itself and what is before it."""
-CONTROL = {"app.control", "app.admin", "app.management", "app.replicas"}
+CONTROL = {"app.control", "app.admin", "app.management", "app.replicas", "app.exposition", "app.gathering"}
 STARTERS = {
     "app.__main__",
     "app.cli",
@@ -22,6 +22,7 @@ STARTERS = {
     "app.options",
     "app.checking",
     "app.listening",
+    "app.completion",
     "app.remote",
     "app.serve",
     "app.up",

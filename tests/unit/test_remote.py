@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ import pytest
 from app import cli
 from app.config import Settings
 from app.main import create_app
+from app.remote import fitting
 from app.serve import Server, listen
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import read_keys
@@ -241,3 +245,64 @@ def test_a_wrong_word_about_workers_is_explained(
     code, out, err = command(capsys, "workers", *arguments, "--url", router, "--token", TOKEN)
     assert (code, out) == (2, "")
     assert said in err
+
+
+def test_a_session_is_found_by_the_first_digits_of_its_hash(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ((key(3)[:12],), (key(3)[:8], "--hash"), (key(3),)):
+        code, out, err = command(capsys, "sessions", "show", *words, "--json", "--url", router, "--token", TOKEN)
+        assert (code, err) == (0, "")
+        assert json.loads(out)["session"] == key(3)
+
+
+@pytest.mark.parametrize("digits", ["0" * 12, "12345", "g" * 12])
+def test_digits_of_no_session_are_said_to_be_of_none(
+    router: str, capsys: pytest.CaptureFixture[str], digits: str
+) -> None:
+    code, _, err = command(capsys, "sessions", "show", digits, "--hash", "--url", router, "--token", TOKEN)
+    assert code
+    assert "hash" in err
+
+
+def test_a_wrong_token_is_told_from_none(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = [command(capsys, "workers", "--url", router, "--token", token) for token in ("", "wrong")]
+    assert [code for code, _, _ in said] == [1, 1]
+    assert "another one" not in said[0][2]
+    assert "another one" in said[1][2]
+    assert all("--token" in err for _, _, err in said)
+
+
+@pytest.mark.parametrize("width", [70, 40])
+def test_a_narrow_table_leaves_out_whole_columns_and_never_the_worker(width: int) -> None:
+    columns = ["session", "worker", "rank", "age", "source"]
+    rows = [["0123456789ab", "a-worker-of-some-length", "–", "12", "x" * 30]] * 3
+    shown = fitting(columns, rows, width)
+    assert list(shown[:2]) == [0, 1]
+    assert sum(max(len(row[at]) for row in [columns, *rows]) + 1 for at in shown) <= width
+    assert 2 not in shown, "what says nothing goes first"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands_actions_and_flags(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = command(capsys, "completion", shell)
+    assert (code, err) == (0, "")
+    for word in ("sessions", "cordon", "--claims", "--worker", "--url", "zsh"):
+        assert re.search(rf"(?<![\w-]){word}(?![\w-])", out), word
+    if shell == "bash":
+        asked = f'{out}\nCOMP_WORDS=(coatcheck workers cor); COMP_CWORD=2; _coatcheck; echo "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout.split() == ["cordon"]
+
+
+def test_who_reads_no_further_is_no_trouble(router: str) -> None:
+    """As of `coatcheck sessions list | head`."""
+    asked = f"{sys.executable} -m app sessions list --url {router} --token {TOKEN} | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", asked], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_state_that_is_no_folder_is_named_as_it_was_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, _, err = command(capsys, "up", "--state", str(file))
+    assert code == 2
+    assert f"--state {file}" in err

@@ -65,9 +65,9 @@ class One:
     @property
     def differing(self) -> set[str]:
         """As the metric says."""
-        for family in self.metrics.collect():
+        for family in self.metrics.families():
             if family.name == "coatcheck_replica_differs":
-                return {sample.labels["setting"] for sample in family.samples if sample.value}
+                return {setting for (setting,), (count,) in family.cells if count}
         raise AssertionError("no such metric")
 
 

@@ -23,6 +23,7 @@ from app.fleet.discovery.listening import Listener, Told
 from app.fleet.discovery.marks import Marks, OperatorMark
 from app.fleet.discovery.source import Source
 from app.fleet.workers import Fleet, Mark, Worker, WorkerSpec
+from app.logs import event
 from backends.registry import Registry
 
 log = logging.getLogger("coatcheck.fleet")
@@ -171,7 +172,7 @@ class Discovery:
         if worker is None or worker.spec is None or spec.is_another(worker.spec):
             worker = self._come(spec, worker)
         elif self._left_at.pop(spec.name, None) is not None:
-            log.warning("worker %s is named again, and stays", spec.name)
+            log.warning("worker %s is named again, and stays", spec.name, extra=event("worker_stays", worker=spec.name))
         worker.leaving = False
         if worker.spec is not None and worker.spec.incarnation and not spec.incarnation:
             spec = msgspec.structs.replace(spec, incarnation=worker.spec.incarnation)
@@ -181,20 +182,23 @@ class Discovery:
         if mark is not None and mark.state in ("cordoned", "draining"):
             said, why = mark.state, f"by {mark.by}"
         if said != worker.mark:
-            log.warning("worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why)
+            marked = event("mark", worker=spec.name, from_=worker.mark, to=said, reason=why)
+            log.warning("worker %s: mark %s -> %s: %s", spec.name, worker.mark, said, why, extra=marked)
             worker.mark = said
 
     def _come(self, spec: WorkerSpec, old: Worker | None) -> Worker:
         worker = self._make(spec, self._runs)
         if old is not None and old.spec is not None:
             if spec.url != old.spec.url:
-                log.warning("worker %s has moved from %s to %s; its cache is empty", spec.name, old.url, spec.url)
+                why = f"has moved from {old.url} to {spec.url}; its cache is empty"
             elif spec.is_colder(old.spec):
-                log.warning("worker %s has come back with an empty cache", spec.name)
+                why = "has come back with an empty cache"
             else:
-                log.warning("worker %s is described otherwise now, and begins anew", spec.name)
+                why = "is described otherwise now, and begins anew"
+            log.warning("worker %s %s", spec.name, why, extra=event("worker_anew", worker=spec.name, reason=why))
         elif self._runs:
-            log.info("worker %s at %s has come", spec.name, spec.url)
+            said = event("worker_come", worker=spec.name, url=spec.url)
+            log.info("worker %s at %s has come", spec.name, spec.url, extra=said)
         self._left_at.pop(spec.name, None)
         self._fleet.put(worker)
         return worker
@@ -205,9 +209,9 @@ class Discovery:
         if since is None:
             since = self._left_at[worker.name] = now
             worker.leaving = True
-            log.warning(
-                "worker %s is named no more: it gets no new sessions, and is gone in %g s", worker.name, self._grace
-            )
+            text = "worker %s is named no more: it gets no new sessions, and is gone in %g s"
+            said = event("worker_leaving", worker=worker.name, seconds=self._grace)
+            log.warning(text, worker.name, self._grace, extra=said)
         left = since + self._grace - now
         if left <= 0:
             self._let_go(worker.name, f"it was not named for {self._grace:g} s")
@@ -217,7 +221,8 @@ class Discovery:
         self._left_at.pop(name, None)
         self._fleet.remove(name)
         self._gone(name)
-        log.warning("worker %s is gone: %s; its sessions move with their next turn", name, why)
+        said = event("worker_gone", worker=name, reason=why)
+        log.warning("worker %s is gone: %s; its sessions move with their next turn", name, why, extra=said)
 
     def _set_timer(self, due: Sequence[float]) -> None:
         if self._timer is not None:

@@ -10,6 +10,7 @@ import msgspec
 
 from app.fleet.discovery.source import Said, Source, Trouble, View
 from app.fleet.workers import WorkerSpec
+from app.logs import event
 
 log = logging.getLogger("coatcheck.fleet")
 
@@ -106,9 +107,12 @@ class Listener:
             each.trouble = trouble
             count = len(each.view.workers)
             if trouble:
-                log.warning("workers from %s: %s; the last view stands, with %d workers", label, trouble, count)
+                news = event("source_silent", source=label, reason=trouble, workers=count)
+                text = "workers from %s: %s; the last view stands, with %d workers"
+                log.warning(text, label, trouble, count, extra=news)
             else:
-                log.warning("workers from %s: all is well again, with %d workers", label, count)
+                news = event("source_back", source=label, workers=count)
+                log.warning("workers from %s: all is well again, with %d workers", label, count, extra=news)
         self._told.now(label, (f"{label} says what cannot be used: {why}" for why in each.view.refused))
         self._changed()
 

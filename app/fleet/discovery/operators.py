@@ -12,6 +12,7 @@ from app.errors import TurnError
 from app.fleet.discovery.discovery import OPERATOR_LABEL, Discovery
 from app.fleet.discovery.marks import Marks, OperatorMark, State
 from app.fleet.workers import Fleet, WorkerSpec
+from app.logs import event
 from backends.base import StoreError
 
 log = logging.getLogger("coatcheck.fleet")
@@ -44,7 +45,9 @@ class Operators:
         until = wall + deadline if state == "draining" and deadline else 0.0
         mark = OperatorMark(state=state, by=by, at=wall, deadline=until, url=url, ranks=ranks)
         await self._put(marks, name, mark)
-        log.warning("worker %s: %s says %s", name, by, state if state != "none" else "it is in use again")
+        said = event("mark_set", worker=name, mark=state, by=by, deadline=deadline or None)
+        text = state if state != "none" else "it is in use again"
+        log.warning("worker %s: %s says %s", name, by, text, extra=said)
         self._discovery.apply()
         return mark
 
@@ -59,7 +62,8 @@ class Operators:
                     raise TurnError("invalid_request", why, param="worker")
         mark = OperatorMark(state="none", by=by, at=self._wall(), url=spec.url, ranks=spec.ranks)
         await self._put(marks, spec.name, mark)
-        log.warning("worker %s: %s adds it, at %s", spec.name, by, spec.url)
+        said = event("worker_added", worker=spec.name, url=spec.url, by=by)
+        log.warning("worker %s: %s adds it, at %s", spec.name, by, spec.url, extra=said)
         self._discovery.apply()
         return mark
 

@@ -102,6 +102,11 @@ class Histogram:
         counts[bisect_left(self.bounds, value)] += 1
         total[0] += value
 
+    def counts(self, of: Callable[[Labels], bool] = lambda labels: True) -> list[int]:
+        """How many were observed in each bucket, of the cells whose labels are meant."""
+        cells = [counts for labels, (counts, _) in self._cells.items() if of(labels)]
+        return [sum(each) for each in zip(*cells, strict=True)] or [0] * (len(self.bounds) + 1)
+
     def forget(self) -> None:
         self._cells.clear()
 

@@ -205,6 +205,11 @@ def configure_logging(level: str) -> None:
     logging.basicConfig(
         stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
     )
+    for handler in logging.getLogger().handlers:
+        handler.setLevel(level.upper())
+    if level != "debug":
+        # What is not written is on the operators' page all the same.
+        logging.getLogger("coatcheck").setLevel(logging.INFO)
     for name in ("httpx", "httpcore", "watchfiles", "asyncio"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)

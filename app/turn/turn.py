@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -89,6 +90,10 @@ class Turns:
         """Running now."""
         return len(self._running)
 
+    def tenants(self) -> Counter[bytes]:
+        """Turns running now, by whose they are."""
+        return Counter(turn.tenant for turn in self._running)
+
     def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:
         """Begin a turn. `over` is called when it has ended, with the fault that ended it if the server must cut the
         connection for it."""
@@ -148,6 +153,10 @@ class Turn:
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
         self._driven: Driven | None = Driven(self._returned, self._failed)
+
+    @property
+    def tenant(self) -> bytes:
+        return self._request.tenant
 
     # -- the turn, top to bottom
 

@@ -256,9 +256,11 @@ class Overview:
 
     def _row(self, worker: Worker, figures: Figures, look: Look, wall: float) -> Json:
         health, now = worker.health, self._clock()
+        mark = self._discovery.mark_of(worker.name)
+        decided = mark.at if mark is not None and worker.state == worker.mark else 0.0
         row: Json = {
             "state": worker.state,
-            "since": round(wall - (now - health.since)),
+            "since": round(max(decided, wall - (now - health.since))),
             "turns_per_minute": round(figures.turns, 1),
             "in_flight": _in_flight(worker),
             "queued": worker.queued,
@@ -274,7 +276,6 @@ class Overview:
         }
         if look.whole:
             models = self._catalog.models_of(worker.name) or ()
-            mark = self._discovery.mark_of(worker.name)
             row |= {
                 "url": worker.url,
                 "models": list(models[:_MODELS]),

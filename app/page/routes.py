@@ -88,7 +88,7 @@ def add_page(app: FastAPI, *, admins: Admins, overview: Overview) -> None:
 
 async def _told(overview: Overview, look: Look) -> AsyncIterator[ServerSentEvent]:
     async for name, said in overview.follow(look):
-        yield ServerSentEvent(_encode(said).decode(), event=name)
+        yield ServerSentEvent(_encode(said).decode(), event=name, sep="\n")
 
 
 def _file(name: str, kind: str, guard: Callable[[Request], bool]) -> Callable[[Request], Awaitable[Response]]:

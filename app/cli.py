@@ -21,6 +21,7 @@ _COMMANDS = {
     "sessions": "list, show and close sessions of a running router",
     "workers": "list the workers of a running router, add and remove, cordon and drain them",
     "replicas": "list the replicas that share a running router's claims, and in what they differ",
+    "top": "show a running fleet in the terminal: workers, replicas, turns, events",
     "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
 }
@@ -91,6 +92,10 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import remote
 
             remote.add_arguments(parser, name)
+        case "top":
+            from app import top
+
+            top.add_arguments(parser)
         case "register":
             from app import register
 

@@ -63,9 +63,6 @@ class EventLog(logging.Handler):
         kind = getattr(record, "event", None)
         said: Any = getattr(record, "fields", None)
         fields = itertools.islice(said.items(), _FIELDS) if isinstance(said, dict) else ()
-        level = (
-            "error" if record.levelno >= logging.ERROR else "warning" if record.levelno >= logging.WARNING else "info"
-        )
         return Event(
             next(self._numbers),
             round(record.created, 1),

@@ -208,10 +208,9 @@ class Overview:
         wanted = [worker for worker in self._fleet if self._is_found(worker, look)]
         if self._figures is None:
             elsewhere = self._replicas().figures_elsewhere()
-            self._figures = {
-                worker.name: figures.plus(elsewhere[worker.name]) if worker.name in elsewhere else figures
-                for worker, figures in ((worker, self._traffic.figures(worker)) for worker in self._fleet)
-            }
+            self._figures = {worker.name: self._traffic.figures(worker) for worker in self._fleet}
+            for name in elsewhere.keys() & self._figures.keys():
+                self._figures[name] = self._figures[name].plus(elsewhere[name])
         figures = self._figures
         wanted.sort(key=lambda worker: self._place(worker, figures[worker.name], look.order))
         last = max(0, (len(wanted) - 1) // PAGE)
@@ -306,11 +305,17 @@ class Overview:
 
 
 def _sessions(worker: Worker) -> int:
-    return sum(target.sessions + target.sessions_elsewhere for target in worker.targets)
+    count = 0
+    for target in worker.targets:
+        count += target.sessions + target.sessions_elsewhere
+    return count
 
 
 def _in_flight(worker: Worker) -> int:
-    return sum(target.in_flight + target.turns_elsewhere for target in worker.targets)
+    count = 0
+    for target in worker.targets:
+        count += target.in_flight + target.turns_elsewhere
+    return count
 
 
 def _bar(metrics: Metrics, part: Part) -> list[float | None]:

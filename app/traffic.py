@@ -19,10 +19,12 @@ from app.metrics import AFFINITY_OUTCOMES, TURN_OUTCOMES, Metrics, WorkerCells
 
 FAILED = frozenset({"worker_error", "broken", "unplaced", "failed"})
 """Outcomes of turns that are the fleet's or the router's fault; what clients did wrong, or left, is not."""
-LOOKED_EVERY = 5
-"""Ticks between two looks at one worker: a fifth of the fleet is looked at in each."""
+_LOOKED_EVERY = 5
+"""Ticks between two looks at one worker that are kept."""
 _LOOKS = 7
 """That are kept of each worker: a bit over a minute, of ticks of two seconds."""
+_ALL_AT_ONCE = 200
+"""Workers whose figures are made anew in every tick; of a larger fleet a fifth each time."""
 _MINUTE = 60.0
 _TTFT_BUCKETS = 17
 """Of `coatcheck_ttft_seconds`, and of each worker's."""
@@ -126,6 +128,9 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
         return counts
 
 
+_NONE = Figures()
+
+
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
     """The value below which `share` of what was observed lies, as well as buckets tell; in the last, open one its lower
     bound. None: nothing was observed."""
@@ -160,7 +165,7 @@ class _Look(msgspec.Struct, frozen=True):
 class _Looks:
     """The last ones at one worker."""
 
-    __slots__ = ("cells", "kept", "tokens")
+    __slots__ = ("cells", "figures", "kept", "tokens")
 
     def __init__(self, cells: WorkerCells, now: float) -> None:
         self.cells = cells
@@ -168,6 +173,8 @@ class _Looks:
         """That have been added to the replica's."""
         first = _Look(now, cells.total, self.tokens, tuple(cells.ttft.counts()))
         self.kept = deque([first], maxlen=_LOOKS)
+        self.figures = Figures()
+        """As they were made last."""
 
     def again(self, now: float) -> None:
         cells, last = self.cells, self.kept[-1]
@@ -177,7 +184,7 @@ class _Looks:
         else:
             self.kept.append(_Look(now, turns, tokens_of(cells), tuple(cells.ttft.counts())))
 
-    def figures(self, now: float, errors: int) -> Figures:
+    def reckon(self, now: float, errors: int) -> None:
         cells, first = self.cells, self.kept[0]
         turns = cells.total - first.turns
         scale = _MINUTE / max(now - first.at, 1.0)
@@ -189,7 +196,8 @@ class _Looks:
             for bucket, (there, then) in enumerate(zip(cells.ttft.counts(), first.ttft, strict=True)):
                 if there > then:
                     ttft += (bucket, there - then)
-        return Figures(round(turns * scale, 1), errors, prompt, cached, cells.moved_from, cells.moved_to, tuple(ttft))
+        moved = cells.moved_from, cells.moved_to
+        self.figures = Figures(round(turns * scale, 1), errors, prompt, cached, *moved, tuple(ttft))
 
 
 class Traffic:
@@ -206,12 +214,16 @@ class Traffic:
     def tick(self) -> None:
         now = self._clock()
         self._ticks += 1
-        turn = self._ticks % LOOKED_EVERY
+        turn, small = self._ticks % _LOOKED_EVERY, len(self._fleet) <= _ALL_AT_ONCE
         for number, worker in enumerate(self._fleet):
             looks = self._looks.get(worker.name)
             if looks is None or looks.cells is not worker.cells:
                 self._looks[worker.name] = _Looks(worker.cells, now)
-            elif number % LOOKED_EVERY == turn:
+                continue
+            due = number % _LOOKED_EVERY == turn
+            if due or small:
+                looks.reckon(now, worker.health.errors.per_minute())
+            if due:
                 looks.again(now)
                 prompt, cached = tokens_of(worker.cells)
                 self._prompt += prompt - looks.tokens[0]
@@ -235,12 +247,9 @@ class Traffic:
         )
 
     def figures(self, worker: Worker) -> Figures:
-        """Of its last minute here."""
+        """Of its last minute here, as of one of the last ticks."""
         looks = self._looks.get(worker.name)
-        errors = worker.health.errors.per_minute()
-        if looks is None or looks.cells is not worker.cells:
-            return Figures(errors=errors)
-        return looks.figures(self._clock(), errors)
+        return looks.figures if looks is not None and looks.cells is worker.cells else _NONE
 
     def busiest(self) -> Iterator[tuple[str, Figures]]:
         """Each worker's figures that has some; who had most turns comes first."""

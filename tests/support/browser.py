@@ -116,8 +116,8 @@ class Page:
 async def browser(folder: Path) -> AsyncIterator[Page]:
     """Its one page, empty. `folder`: for the profile."""
     assert CHROMIUM is not None, "no chromium is installed; on Debian: apt-get install chromium"
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
-               "--hide-scrollbars", "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]  # fmt: skip
+    flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --hide-scrollbars"
+    command = [CHROMIUM, *flags.split(), "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
     with (folder.parent / f"{folder.name}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:

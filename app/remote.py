@@ -20,6 +20,7 @@ from rich.table import Table
 from app import Trouble
 from app.config import SETTINGS
 from app.listening import read_place
+from app.sessions.tenants import ADMIN_TOKEN
 from app.sources import CONFIG_VARIABLE, read_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -112,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
         raise Trouble(f"{args.command} {action} takes {wanted}", code=2)
     if args.command == "workers" and args.deadline is not None and action != "drain":
         raise Trouble("--deadline is for drain", code=2)
-    url, headers = access(args)
+    url, token = access(args)
     try:
-        with client_of(url, headers) as client:
+        with client_of(url, token) as client:
             does: Mapping[str, Callable[[argparse.Namespace, Ask], None]] = {
                 "sessions": {"list": _list, "show": _show, "close": _close},
                 "workers": {"list": _workers},
@@ -128,14 +129,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def access(args: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """The URL to ask at, and the headers that prove that one may. Raises Trouble."""
+def access(args: argparse.Namespace) -> tuple[str, str]:
+    """The URL to ask at, and the token that proves that one may; empty: there is none. Raises Trouble."""
     token, url = args.token, args.url
     if token is None or url is None:
         said = read_settings({}, args.config).settings.access
         token = said.token if token is None else token
         url = url or (said.admin_place.url if said.admin_place is not None else DEFAULT_URL)
-    return url.rstrip("/"), {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
+    return url.rstrip("/"), token.strip()
 
 
 def no_url(url: str) -> Trouble:
@@ -143,8 +144,9 @@ def no_url(url: str) -> Trouble:
     return Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2)
 
 
-def client_of(url: str, headers: dict[str, str]) -> httpx.Client:
+def client_of(url: str, token: str) -> httpx.Client:
     """Raises ValueError, httpx.InvalidURL."""
+    headers = {ADMIN_TOKEN.decode(): token} if token else {}
     path = read_place(url).path if url.startswith("unix:") else None
     # What the environment says of proxies is for the internet.
     transport = httpx.HTTPTransport(uds=None if path is None else str(path), trust_env=False)

@@ -60,11 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Until Ctrl-C. Raises Trouble."""
-    url, headers = access(args)
+    url, token = access(args)
     query = {"order": args.order, "find": args.find}
     console = Console(highlight=False, markup=False)
     try:
-        with client_of(url, headers) as client:
+        with client_of(url, token) as client:
             if args.once:
                 console.print(frame(next(snapshots(client, url, query)), console.width, 10_000))
                 return 0

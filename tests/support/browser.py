@@ -109,7 +109,7 @@ class Page:
 
     async def close(self) -> None:
         self._reading.cancel()
-        await self._socket.close()
+        await asyncio.gather(self._reading, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
@@ -130,10 +130,12 @@ async def browser(folder: Path) -> AsyncIterator[Page]:
         port = int(file.read_text().split()[0])
         async with connect(await _first_page(port), max_size=None, proxy=None) as socket:
             page = Page(socket)
-            for domain in ("Page", "Runtime", "Log"):
-                await page.send(f"{domain}.enable")
-            yield page
-            await page.close()
+            try:
+                for domain in ("Page", "Runtime", "Log"):
+                    await page.send(f"{domain}.enable")
+                yield page
+            finally:
+                await page.close()
     finally:
         process.terminate()
         try:

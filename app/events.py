@@ -1,8 +1,8 @@
 """What happened lately, for people: the last of what the router has logged, with its reasons.
 
 A record that is an event says so by two attributes: `event`, its kind in a word, and `fields`, what it is about. Others
-are of the kind that their logger's name ends with. Records of turns' failures come by the thousand where something is
-wrong, so what is no event and no warning cannot push out what is.
+are of the kind that their logger's name ends with. What single turns cause comes by the thousand where something is
+wrong: it has a list of its own, so that it cannot push out the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ ROOT = "coatcheck"
 """The logger that all of ours are below."""
 KEPT = 500
 _SMALL_TALK = 100
-"""Of the records that are neither events nor warnings."""
+"""Of the records that are neither events nor warnings, or of a kind of which there are many."""
+_MANY = frozenset({"turn", "binding", "session_moved"})
+"""Kinds of events that single turns cause."""
 _LONGEST = 600
 """Characters of a message."""
 _FIELDS = 16
@@ -56,8 +58,8 @@ class EventLog(logging.Handler):
         except Exception:  # as every handler does: what cannot be written is told on stderr, and nothing fails
             self.handleError(record)
             return
-        is_event = hasattr(record, "event") or record.levelno >= logging.WARNING
-        (self._events if is_event else self._others).append(event)
+        stands_out = (hasattr(record, "event") or record.levelno >= logging.WARNING) and event.kind not in _MANY
+        (self._events if stands_out else self._others).append(event)
 
     def _read(self, record: logging.LogRecord) -> Event:
         kind = getattr(record, "event", None)

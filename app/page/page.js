@@ -286,7 +286,7 @@ function plot(id, most, unit, paint, hover) {
 function nice(most) {
   if (!(most > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(most));
-  return [1, 2, 4, 5, 8, 10].map((each) => each * power).find((each) => each >= most * 0.999);
+  return [1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10].map((each) => each * power).find((each) => each >= most * 0.999);
 }
 
 // The last slot is not over; it counts for the part of it that is.

@@ -137,11 +137,14 @@ async def test_it_follows_a_worker_that_is_killed_and_returns_and_drains_one_by_
         # A session is looked up by its id, explained and closed.
         await page.type("#session", "fresh-0")
         await page.click("#search button")
-        await page.until("document.querySelector('.explained').textContent.includes('this replica knows its claim')")
+        await page.until("document.querySelector('.explained').textContent.includes('The session is at w')")
         await page.click(".explained button.danger")
         await page.until("document.querySelector('#found').textContent.includes('closed')")
-        gone = await ask(there.url, target="/admin/session?session=fresh-0")
-        assert gone.status == 404
+
+        async def is_gone_there() -> bool:
+            return (await ask(there.url, target="/admin/session?session=fresh-0")).status == 404
+
+        await wait_until(is_gone_there, LIMIT)
         await page.value("document.querySelector('#session').value = ''")
         await page.type("#at", "w0")
         await page.click("#search button")

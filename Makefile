@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test fuzz test-clients check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run test fuzz test-browser test-clients check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -40,6 +40,10 @@ check: $(READY)
 # The built wheel, installed elsewhere, routes a turn; and so with the lowest versions that pyproject.toml allows
 smoke smoke-lowest: $(READY)
 	@$(BIN)/python -m tests.smoke $(if $(findstring lowest,$@),--lowest)
+
+# The operators' page in a real browser: wants chromium (Debian: apt-get install chromium), see CONTRIBUTING.md
+test-browser: $(READY)
+	$(BIN)/python -m pytest --timeout 400 tests/browser/test_page.py
 
 # Each library in an environment of its own below .bench/clients/, see CONTRIBUTING.md. At most this many seconds for
 # installing, and again for running:

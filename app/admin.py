@@ -6,7 +6,11 @@ Looking up never creates or renews a claim. Lists name sessions by their hash on
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -24,8 +28,13 @@ from app.sessions.entries import View
 from app.sessions.identity import KeyHasher, free_id
 from app.sessions.tenants import Admins
 
+log = logging.getLogger("coatcheck.admin")
+
 _KEY_LENGTH = 40
 _DIGITS_LEAST = 6
+_RELEASED_AT_ONCE = 1000
+_CLOSED_AT_ONCE = 16
+"""Calls of the store."""
 
 Session = Annotated[str, Query(description="The session's id; with `hashed` its hash, or the first digits of it.")]
 Agent = Annotated[str, Query(description="A child agent's id within the session.")]
@@ -58,7 +67,8 @@ def add_admin(
 
     def only_admins(request: Request) -> None:
         host = request.client.host if request.client is not None else None
-        refusal = admins.refusal(host, request.headers.raw)
+        asks = admins.refusal if request.method in ("GET", "HEAD") else admins.refusal_to_act
+        refusal = asks(host, request.headers.raw)
         if refusal is not None:
             raise TurnError("forbidden", refusal)
 
@@ -179,6 +189,31 @@ def add_admin(
         except WorkerError as error:
             raise TurnError("invalid_request", str(error), param="worker") from None
         return _marked(spec.name, await operators.add(spec, by=_who(by, request)))
+
+    @routes.post(
+        "/workers/{name:path}/release",
+        summary="Close the sessions that this replica knows at a worker",
+        responses=documented("unknown_worker"),
+    )
+    async def release(name: str) -> dict[str, Any]:
+        """At most 1000, by their hashes; `left` says how many there are still. Their next turns place them anew, so a
+        worker that should not get them back is cordoned first. A session with turns here ends with the last of them."""
+        if fleet.worker(name) is None:
+            raise TurnError("unknown_worker", f"nobody here knows a worker called {name}", param="name")
+        keys = [view.key for view in affinity().page("", _RELEASED_AT_ONCE, name)]
+        waiting = iter(keys)
+
+        async def end() -> list[str]:
+            return [await affinity().end(key) for key in waiting]
+
+        outcomes = Counter(itertools.chain(*await asyncio.gather(*(end() for _ in range(_CLOSED_AT_ONCE)))))
+        log.warning("worker %s: %d of its sessions were released", name, outcomes.total())
+        return {
+            "worker": name,
+            "released": outcomes.total() - outcomes["pending"],
+            "pending": outcomes["pending"],
+            "left": affinity().census()[name],
+        }
 
     @routes.post(
         "/workers/{name:path}/{word}",

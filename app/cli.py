@@ -24,6 +24,7 @@ _COMMANDS = {
     "workers": "list the workers of a running router, add and remove, cordon and drain them",
     "replicas": "list the replicas that share a running router's claims, and in what they differ",
     "simulate": "try policies on a simulated fleet, with a trace or made-up agents",
+    "top": "show a running fleet in the terminal: workers, replicas, turns, events",
     "register": "keep a worker's record alive where routers find it",
     "key": "make an API key of a tenant, and its line for the file of keys",
     "completion": "print what makes a shell complete this command's words",
@@ -101,6 +102,10 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import remote
 
             remote.add_arguments(parser, name)
+        case "top":
+            from app import top
+
+            top.add_arguments(parser)
         case "register":
             from app import registering
 

@@ -23,6 +23,7 @@ from app import version
 from app.admin import add_admin
 from app.config import Settings, Workers, mask, state_folder
 from app.control import add_control_plane
+from app.events import EventLog
 from app.exposition import text
 from app.fleet.capacity import Bounds, Capacity
 from app.fleet.catalog import Catalog
@@ -45,12 +46,15 @@ from app.http.origins import Crossing, Origins
 from app.listening import Place, network_name
 from app.management import Management
 from app.metrics import SHOWN_STATES, USAGES_A_TICK, Metrics
+from app.overview import Overview
+from app.page.routes import add_page
 from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
 from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
+from app.traffic import Traffic
 from app.turn.access import AccessLog
 from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
@@ -130,6 +134,7 @@ class Router(ControlPlane):
     tracing: Tracing | None = None
     """None: nobody wants spans."""
     metrics: Metrics
+    overview: Overview
     admin_side: ControlPlane
     """What answers `/admin/...`: this application, or what is served at `admin-listen` in its place."""
     draining = False
@@ -212,6 +217,7 @@ def create_app(
     fleet = Fleet(())
     metrics = Metrics()
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
+    traffic, events = Traffic(metrics, fleet), EventLog()
     policy = POLICIES[settings.workers.policy]
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
@@ -259,6 +265,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         assert isinstance(app, Router)
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(events.listening())
             app.tracing = tracing = open_tracing(
                 settings.process.otel_endpoint, os.environ, replica=settings.store.replica, version=version()
             )
@@ -341,6 +348,8 @@ def create_app(
                 names=names,
                 metrics=metrics,
                 running=lambda: app.turns.count,
+                traffic=traffic,
+                tenants=lambda: _busy_tenants(app),
             )
             app.one_model = OneModel(models, app.turns)
             _register_gauges(app)
@@ -362,6 +371,8 @@ def create_app(
             stack.push_async_callback(app.affinity.aclose)
             app.replicas.start()
             stack.push_async_callback(app.replicas.aclose)
+            looking = asyncio.create_task(app.overview.run())
+            stack.callback(looking.cancel)
             stack.callback(fleet.close)
             yield
 
@@ -400,12 +411,31 @@ def create_app(
                 seconds=settings.limits.first_byte_timeout,
             ),
         )
+    operators = Operators(fleet, app.discovery)
+    app.overview = Overview(
+        replica=settings.store.replica,
+        version=myself.version,
+        fleet=fleet,
+        metrics=metrics,
+        traffic=traffic,
+        catalog=catalog,
+        discovery=app.discovery,
+        operators=operators,
+        affinity=lambda: app.affinity,
+        replicas=lambda: app.replicas,
+        tenants=lambda: _busy_tenants(app),
+        draining=lambda: app.draining,
+        events=events,
+        keyed=bool(settings.access.token),
+        tenant_limit=settings.limits.max_turns_per_tenant,
+    )
+    add_page(app.admin_side, admins=admins, overview=app.overview)
     add_admin(
         app.admin_side,
         fleet=fleet,
         discovery=app.discovery,
         catalog=catalog,
-        operators=Operators(fleet, app.discovery),
+        operators=operators,
         affinity=lambda: app.affinity,
         hasher=hasher,
         admins=admins,
@@ -564,6 +594,14 @@ def worker_tls(settings: Workers) -> Tls:
         return context
 
     return made
+
+
+def _busy_tenants(app: Router) -> dict[str, tuple[int, int]]:
+    """Turns that run and that wait, by tenant: of those that have keys, all the others are one, without a name."""
+    running = app.turns.tenants() if app.keys.tenants else {}
+    waiting = app.capacity.waiting_by_tenant() if app.capacity is not None and app.keys.tenants else {}
+    names = running.keys() | waiting.keys()
+    return {name.decode() or "–": (running.get(name, 0), waiting.get(name, 0)) for name in names}
 
 
 def _sessions(app: Router) -> Iterator[tuple[str, float]]:

@@ -145,6 +145,11 @@ class Histogram:
         cell[at] += 1
         cell[-1] += value
 
+    def counts(self, of: Callable[[Labels], bool] = lambda labels: True) -> list[int]:
+        """How many were observed in each bucket, of the cells whose labels are meant."""
+        cells = [cell[:-1] for labels, cell in self._cells.items() if of(labels)]
+        return [int(sum(each)) for each in zip(*cells, strict=True)] or [0] * (len(self.bounds) + 1)
+
     def forget(self) -> None:
         self._cells.clear()
 

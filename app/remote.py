@@ -24,6 +24,7 @@ from app import Trouble
 from app.config import SETTINGS
 from app.listening import read_place
 from app.logs import shown
+from app.sessions.tenants import ADMIN_TOKEN
 from app.sources import CONFIG_VARIABLE, read_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -91,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument(
             "--deadline", type=_seconds, metavar="SECONDS", help="of drain. Default: its sessions stay until they end"
         )
+    add_access(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_access(parser: argparse.ArgumentParser) -> None:
+    """The options that say which router to ask, and that one may."""
     place = SETTINGS["admin_listen"].variable
     parser.add_argument(
         "--url",
@@ -107,7 +114,6 @@ def add_arguments(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help=f"the router's file, for its admin token [{CONFIG_VARIABLE}]"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,14 +125,9 @@ def run(args: argparse.Namespace) -> int:
         raise Trouble(f"{args.command} {action} takes {wanted}", code=2)
     if args.command == "workers" and args.deadline is not None and action != "drain":
         raise Trouble("--deadline is for drain", code=2)
-    token, url = args.token, args.url
-    if token is None or url is None:
-        access = read_settings({}, args.config).settings.access
-        token = access.token if token is None else token
-        url = url or (access.admin_place.url if access.admin_place is not None else DEFAULT_URL)
-    headers = {"authorization": f"Bearer {token.strip()}"} if token.strip() else {}
+    url, token = access(args)
     try:
-        with _client(url.rstrip("/"), headers, args.ca) as client:
+        with client_of(url, token, args.ca) as client:
             does: Mapping[str, Callable[[argparse.Namespace, Ask], None]] = {
                 "sessions": {"list": _list, "show": _show, "close": _close},
                 "workers": {"list": _workers},
@@ -134,13 +135,28 @@ def run(args: argparse.Namespace) -> int:
             }[args.command]
             does.get(action, _mark)(args, lambda method, path, **query: _ask(client, method, path, query, url))
     except (httpx.InvalidURL, httpx.UnsupportedProtocol, ValueError):
-        remedy = f"write one like {DEFAULT_URL}, or unix:/path"
-        raise Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2) from None
+        raise no_url(url) from None
     return 0
 
 
-def _client(url: str, headers: dict[str, str], ca: Path | None) -> httpx.Client:
-    """Raises ValueError, httpx.InvalidURL. Raises Trouble."""
+def access(args: argparse.Namespace) -> tuple[str, str]:
+    """The URL to ask at, and the token that proves that one may; empty: there is none. Raises Trouble."""
+    token, url = args.token, args.url
+    if token is None or url is None:
+        said = read_settings({}, args.config).settings.access
+        token = said.token if token is None else token
+        url = url or (said.admin_place.url if said.admin_place is not None else DEFAULT_URL)
+    return url.rstrip("/"), token.strip()
+
+
+def no_url(url: str) -> Trouble:
+    remedy = f"write one like {DEFAULT_URL}, or unix:/path"
+    return Trouble(f"--url {url} is not the URL of a router; {remedy}", code=2)
+
+
+def client_of(url: str, token: str, ca: Path | None = None) -> httpx.Client:
+    """`ca`: a file of certificates to believe the router by. Raises ValueError, httpx.InvalidURL, Trouble."""
+    headers = {ADMIN_TOKEN.decode(): token} if token else {}
     path = read_place(url).path if url.startswith("unix:") else None
     # What the environment says of proxies is for the internet.
     try:

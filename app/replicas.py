@@ -29,6 +29,7 @@ from app.logs import event
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.peers import Peer, Peers
+from app.traffic import Figures, Sums, Traffic
 from backends.base import StoreError
 from backends.registry import MAX_VALUE, Put, Registry, Removed
 
@@ -39,6 +40,9 @@ BEAT = 2.0
 STANDS = 6.0
 _WORKERS_BYTES = MAX_VALUE - 8192
 """Of a record; what does not fit is left out, and said to be."""
+_FIGURES_BYTES = MAX_VALUE - 6144
+"""Of a record with its workers' figures, which fill what room those leave: the busiest come first."""
+_MOST_TENANTS = 20
 _CLOCKS_APART = 5.0
 """Seconds."""
 _CLOCK_LOOKS = 3
@@ -86,6 +90,15 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its clock, in Unix seconds, when it was put."""
     beat: int = 0
     started: float = 0.0
+    # For people only:
+    sums: Sums = Sums()
+    figures: tuple[tuple[int, Figures], ...] = ()
+    """Of the busiest workers, each by its place among `workers`."""
+    tenants: dict[str, tuple[int, int]] = {}
+    """Turns that run and that wait, of the busiest tenants."""
+    waiting: int = 0
+    lag_ms: float | None = None
+    store_ms: float | None = None
 
 
 _encode = msgspec.json.Encoder().encode
@@ -195,12 +208,16 @@ class Replicas:
         names: Naming,
         metrics: Metrics,
         running: Callable[[], int],
+        traffic: Traffic | None = None,
+        tenants: Callable[[], Mapping[str, tuple[int, int]]] = dict,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`running`: turns now; `clock` monotonic, `wall` in Unix seconds."""
+        """`running`: turns now; `traffic`: what they came to; `tenants`: turns of each that run and that wait; `clock`
+        monotonic, `wall` in Unix seconds."""
         self._registry, self._me, self._fleet, self._affinity = registry, myself, fleet, affinity
         self._peers, self._names, self._running = peers, names, running
+        self._traffic, self._tenants = traffic or Traffic(metrics, fleet, clock=clock), tenants
         self._clock, self._wall = clock, wall
         self._started = wall()
         self._beat = 0
@@ -288,6 +305,7 @@ class Replicas:
                 left_out += 1
             else:
                 workers[worker.name] = said
+        tenants = sorted(self._tenants().items(), key=lambda each: (-sum(each[1]), each[0]))
         me = self._me
         return Record(
             replica=me.replica,
@@ -306,7 +324,22 @@ class Replicas:
             at=self._wall(),
             beat=self._beat,
             started=self._started,
+            sums=self._traffic.sums(),
+            figures=tuple(self._figures(list(workers), room + _FIGURES_BYTES - _WORKERS_BYTES)),
+            tenants=dict(tenants[:_MOST_TENANTS]),
+            waiting=sum(waiting for _, (_, waiting) in tenants),
+            lag_ms=self._traffic.lag_ms,
+            store_ms=self._traffic.store_ms,
         )
+
+    def _figures(self, names: list[str], room: int) -> Iterator[tuple[int, Figures]]:
+        places = {name: place for place, name in enumerate(names)}
+        for name, figures in self._traffic.busiest():
+            if name in places:
+                room -= len(_encode((places[name], figures))) + 1
+                if room < 0:
+                    return
+                yield places[name], figures
 
     # -- the others'
 
@@ -436,6 +469,21 @@ class Replicas:
         """The others' records, as they came last."""
         return [seen.record for seen in self._seen.values()]
 
+    def figures_elsewhere(self) -> dict[str, Figures]:
+        """By the name here of a worker what the others say of its last minute."""
+        found: dict[str, Figures] = {}
+        for record in self.others():
+            names = list(record.workers)
+            for place, figures in record.figures:
+                if place >= len(names):
+                    continue
+                rank = 0 if record.workers[names[place]].ranks else None
+                target = self._names.find(names[place], rank, record.replica)
+                if target is not None:
+                    name = target.worker.name
+                    found[name] = figures if name not in found else found[name].plus(figures)
+        return found
+
     def view(self) -> list[dict[str, Any]]:
         """All replicas, this one first; nothing of it is secret."""
         shown = [(self._record, None), *((seen.record, seen) for seen in self._seen.values())]
@@ -460,6 +508,10 @@ class Replicas:
             "workers": len(record.workers) + record.left_out,
             "turns": record.turns,
             "sessions": record.sessions,
+            "waiting": record.waiting,
+            "lag_ms": record.lag_ms,
+            "store_ms": record.store_ms,
+            "started": round(record.started),
             "up_seconds": max(0, int(record.at - record.started)),
             "heard_seconds_ago": round(self._clock() - seen.heard, 1) if seen is not None and seen.heard else None,
             "differs": [] if seen is None else [{"setting": d.setting, "how": d.how} for d in seen.differs.values()],

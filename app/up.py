@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from rich.text import Text
 from app import Trouble, children
 from app.config import VARIABLE_PREFIX
 from app.fleet.workers import worker_name
+from app.top import snapshots
 from mocker.settings import MockSettings
 
 HOST = "127.0.0.1"
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         fleet.start()
         if fleet.wait_until_ready(signals):
             _introduce(console, fleet)
+            # Ends with the process: it holds nothing that needs an end of its own.
+            threading.Thread(target=_tell_events, args=(console, fleet.replica_urls[0]), daemon=True).start()
         while not signals:
             time.sleep(0.1)
             if not signals:
@@ -116,7 +120,8 @@ class _Fleet:
         # Everything is said in flags; the user's variables are for a router of the user's own.
         environment = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
         router = ["app", "serve", "--claims", self.claims.as_uri(), "--drain-timeout", str(_DRAIN_SECONDS)]
-        router += ["--log-level", "warning", *(f"--worker={url}" for url in self.worker_urls)]
+        # What the first replica warns of is told as it comes (`_tell_events`); all of them see the same fleet.
+        router += ["--log-level", "error", *(f"--worker={url}" for url in self.worker_urls)]
         for what, urls, path, command, stdout in (
             ("worker", self.worker_urls, "/health", ["mocker", *self._latencies], subprocess.DEVNULL),
             ("replica", self.replica_urls, "/ready", router, None),
@@ -154,6 +159,9 @@ def _introduce(console: Console, fleet: _Fleet) -> None:
     console.print("\n[bold green]coatcheck is up.[/] Ctrl-C stops it.\n")
     for url in fleet.replica_urls:
         console.print(f"  replica  {url}")
+    console.print(
+        f"  page     {fleet.replica_urls[0]}/admin/  [dim]or `coatcheck top --url {fleet.replica_urls[0]}`[/]"
+    )
     for url in fleet.worker_urls:
         console.print(f"  worker   {url}  [dim]simulated; the router calls it {worker_name(url)}[/]")
     console.print(Text(f"  claims   {fleet.claims}"))
@@ -170,6 +178,23 @@ def _introduce(console: Console, fleet: _Fleet) -> None:
         console.print(f"\n[bold]{title}[/]")
         console.print(Text(command))
     console.print()
+
+
+def _tell_events(console: Console, url: str) -> None:
+    """One line for each event that is worth one, as a replica has them."""
+    told: int | None = None
+    with httpx.Client(base_url=url, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(Trouble):  # of a replica that is gone, whose end is told by who waits for it
+                for shown in snapshots(client, url, {}):
+                    events = sorted((int(number), event) for number, event in shown["events"].items())
+                    for number, event in events:
+                        if told is not None and number > told and event["level"] != "info":
+                            at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+                            style = "red" if event["level"] == "error" else "yellow"
+                            console.print(Text.assemble((f"{at}  ", "dim"), (event["message"], style)))
+                    told = max((number for number, _ in events), default=told or 0)
+            time.sleep(1.0)
 
 
 def _curl(url: str, *options: str, question: str, session: str | None = None) -> str:

@@ -137,6 +137,9 @@ def smoke(installed: Installed, version: str, modules: list[str]) -> None:
         # "stored" when the watch on the claims began after the first turn: then the claim is read once more.
         assert how in ("cached", "stored"), (how, text)
         assert text.rstrip().endswith("data: [DONE]"), text
+        for path in ("", "page.css", "page.js", "icon.svg", "stream"):
+            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{router}/admin/{path}") as page:
+                assert page.readline(), path
 
 
 def main() -> int:

@@ -226,6 +226,9 @@ class Capacity:
         elif waiter.slot is not None:
             waiter.slot.give_back()
 
+    def waiting_by_tenant(self) -> dict[bytes, int]:
+        return {name: tenant.waiting for name, tenant in self._tenants.items() if tenant.waiting}
+
     def close(self) -> None:
         """Refuse all that wait, and whoever would from now on: the router is being stopped."""
         self._closed = True

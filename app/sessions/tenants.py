@@ -189,6 +189,8 @@ _BETWEEN = FORWARDED | {
 }
 """What whoever forwards a request for somebody else may add to it."""
 _LOOKED_AT = frozenset({ADMIN_TOKEN, b"host", b"origin", b"sec-fetch-site"}) | CREDENTIALS | _BETWEEN
+_OWN_SITES = frozenset({b"none", b"same-origin"})
+"""What Fetch Metadata says of requests that no other site's page has made."""
 _own_name = re.compile(rb"(?:localhost\.?|([0-9.]+)|\[([0-9a-f:.]+)\])(?::\d*)?", re.IGNORECASE).fullmatch
 
 
@@ -238,9 +240,24 @@ class Admins:
         if any(origin.lower() not in own for origin in noted.get(b"origin", ())):
             return "the admin API without the admin token is not for other sites' pages"
         # W3C Fetch Metadata: browsers say it of requests without an Origin too; no page can change it.
-        if any(site.lower() not in (b"none", b"same-origin") for site in noted.get(b"sec-fetch-site", ())):
+        if any(site.lower() not in _OWN_SITES for site in noted.get(b"sec-fetch-site", ())):
             return "the admin API without the admin token is not for other sites' pages"
         return None
+
+    def refusal_to_look(self, host: str | None, headers: Iterable[Header]) -> str | None:
+        """Why the request may not see as much of the fleet as `/metrics` tells. Where there is a token anybody may, but
+        not who shows a wrong one, and thinks that it is right."""
+        if self._token and all(name != ADMIN_TOKEN for name, _ in headers):
+            return None
+        return self.refusal(host, headers)
+
+    def refusal_to_act(self, host: str | None, headers: Iterable[Header]) -> str | None:
+        """Why the request may not change anything: as `refusal`, and no page of another site may have it made, token or
+        not."""
+        for name, value in headers:
+            if name == b"sec-fetch-site" and value.lower() not in _OWN_SITES:
+                return "the admin API does nothing for other sites' pages"
+        return self.refusal(host, headers)
 
 
 def _is_own(host: bytes) -> bool:

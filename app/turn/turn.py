@@ -13,6 +13,7 @@ import contextlib
 import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -102,6 +103,10 @@ class Turns:
         """Running now."""
         return len(self._running)
 
+    def tenants(self) -> Counter[bytes]:
+        """Turns running now, by whose they are."""
+        return Counter(turn.tenant for turn in self._running)
+
     def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:
         """Begin a turn. `over` is called when it has ended, with the fault that ended it if the server must cut the
         connection for it."""
@@ -179,6 +184,10 @@ class Turn:
     def measure(self) -> None:
         """Note what the router itself needs for it."""
         self._measured = True
+
+    @property
+    def tenant(self) -> bytes:
+        return self._request.tenant
 
     # -- the turn, top to bottom
 

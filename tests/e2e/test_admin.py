@@ -279,3 +279,18 @@ def test_the_socket_of_a_killed_router_is_replaced_and_a_living_one_is_not(route
     fourth = coatcheck("serve", "--port=0", NOBODY, "--claims=memory://", f"--admin-listen=unix:{path}")
     assert fourth.returncode == 1
     assert path.read_text() == "not a socket"
+
+
+async def test_whoever_looks_at_the_page_does_not_keep_a_replica_from_stopping(routers: Routers) -> None:
+    replica = routers.start("--claims=memory://", "--drain-timeout=300")
+    async with (
+        httpx.AsyncClient(base_url=replica.url, trust_env=False, timeout=60) as client,
+        client.stream("GET", "/admin/stream") as looking,
+    ):
+        lines = looking.aiter_lines()
+        assert await anext(lines) == "event: snapshot"
+        replica.process.terminate()
+        with contextlib.suppress(httpx.TransportError):
+            async for _ in lines:
+                pass
+    assert replica.process.wait(60) == 0

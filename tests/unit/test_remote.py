@@ -306,3 +306,34 @@ def test_a_state_that_is_no_folder_is_named_as_it_was_given(tmp_path: Path, caps
     code, _, err = command(capsys, "up", "--state", str(file))
     assert code == 2
     assert f"--state {file}" in err
+
+
+def test_top_shows_the_fleet_in_eighty_columns(
+    router: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = command(capsys, "top", "--once", "--url", router, "--token", TOKEN)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    row = next(line.split() for line in lines if line.startswith("w0 "))
+    assert row[1] == "up"
+    assert "7" in row, "its sessions"
+    assert any(line.startswith("r1 *") for line in lines), "the replica"
+    code, out, _ = command(capsys, "top", "--once", "--url", router, "--token", TOKEN, "--find", "w1")
+    assert "w1" in out
+    assert "w0 " not in out
+
+
+def test_top_without_the_token_shows_numbers_and_with_a_wrong_one_nothing(
+    router: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = command(capsys, "top", "--once", "--url", router, "--token", "")
+    assert code == 0
+    assert "whoever has the admin token" in out
+    code, out, err = command(capsys, "top", "--once", "--url", router, "--token", "wrong")
+    assert (code, out) == (1, "")
+    assert "needs the admin token" in err
+    code, _, err = command(capsys, "top", "--once", "--url", "http://127.0.0.1:9")
+    assert code == 1
+    assert "cannot be reached" in err

@@ -72,6 +72,8 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "drain_timeout": ("0", 0),
     "otel_endpoint": ("http://collector:4318", "http://collector:4318"),
     "log_level": ("debug", "debug"),
+    "log_format": ("json", "json"),
+    "access_log": ("all", "all"),
     "session_from": ("x-chat-id/x-chat-parent body:user", ("x-chat-id/x-chat-parent", "body:user")),
     "rank_header": ("X-Rank", "X-Rank"),
     "engine_paths": ("/tokenize /score", ("/tokenize", "/score")),

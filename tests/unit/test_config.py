@@ -162,6 +162,8 @@ BAD = [
     ("drain_delay", "601", "from 0 to 600"),
     ("drain_timeout", "1.5", "whole number"),
     ("log_level", "loud", "debug, info, warning, error"),
+    ("log_format", "yaml", "one of text, json"),
+    ("access_log", "some", "one of off, errors, all"),
     ("session_from", "x-chat id:x", "dynamo, claude-code, codex, opencode, header:NAME or body:FIELD"),
     ("hints", "drop", "follow, pass"),
     ("session_from", "opencod", "did you mean opencode?"),

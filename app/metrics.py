@@ -200,6 +200,8 @@ class Metrics:
     """The router's metrics."""
 
     def __init__(self) -> None:
+        self.turns_cut = 0
+        """That ran when the time to drain was over."""
         self.usages_left = sys.maxsize
         """Answers that may still be asked for their usage, which costs as much as a tenth of a turn's other work: a
         router that ticks allows `USAGES_A_TICK`, and at a higher rate those that are asked speak for all."""
@@ -403,6 +405,7 @@ class Metrics:
         if name not in self._models:
             if outcome == "completed" and len(self._models) < _MAX_MODELS and len(name) <= _MAX_MODEL_NAME:
                 self._models.add(name)
+                self.turns.cells[name, "failed"] += 0  # what increases from nothing has no rate
             else:
                 name = "other"
         self.turns.cells[name, outcome] += 1

@@ -252,8 +252,9 @@ class _Protocol:
 class _Farewell:
     """Tells how a router ends, each step once."""
 
-    def __init__(self, running: Callable[[], int]) -> None:
-        """`running`: turns."""
+    def __init__(self, running: Callable[[], int], cut: Callable[[], int]) -> None:
+        """How many turns are `running`, and were `cut`."""
+        self._cut = cut
         self._running = running
         self._told = False
 
@@ -270,7 +271,7 @@ class _Farewell:
         log.info(text, turns, limit, extra=event("port_closed", turns=turns, seconds=limit))
 
     def ends(self) -> None:
-        cut = self._running()
+        cut = self._cut()
         log.info("stopped%s", f"; {cut} turns were cut" if cut else "", extra=event("stopped", cut=cut))
 
 
@@ -334,7 +335,7 @@ class Server(uvicorn.Server):
         self._announce = announce
         self._forceful = forceful
         self._exit_at: float | None = None
-        self._farewell = _Farewell(lambda: router.turns.count if self.started else 0)
+        self._farewell = _Farewell(lambda: router.turns.count if self.started else 0, lambda: router.metrics.turns_cut)
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         _keep_freed_memory()

@@ -466,7 +466,7 @@ class _Reader:
         name = name.lower()
         if name in _ONCE:
             if name == b"host":
-                self._hosts += 1 if _is_host(value) else 2
+                self._hosts += 1 if (_is_host if len(value) <= 256 else _is_host.__wrapped__)(value) else 2
             elif name == b"content-length":
                 self._length = int(value)  # llhttp has taken it for one
             elif name == b"expect":

@@ -288,7 +288,7 @@ class Exchange:
             return True
         if self._no_body:
             data = b""
-        elif self._chunked or not end:
+        elif data and not self._sized:
             self.pieces += 1
         if self._chunked:
             if data:

@@ -100,7 +100,7 @@ class Forwarding:
         if not peer:
             return self._nameless_lines(scheme, host, noted, trusted)
         if not trusted:
-            return _forwarded(peer, scheme, host)
+            return (_forwarded if len(host) <= 256 else _forwarded.__wrapped__)(peer, scheme, host)
         lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer])
         if b"x-forwarded-proto" not in noted:
             lines += b"x-forwarded-proto: %b\r\n" % scheme

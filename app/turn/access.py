@@ -48,9 +48,11 @@ class AccessLog:
         self.every = every
         self._ration = Ration(log, "turns that failed")
 
+    def wants(self, outcome: TurnOutcome) -> bool:
+        """Whether such a turn has a line. One that is wanted is told."""
+        return self.every or (outcome not in ("completed", "explained") and self._ration.allows())
+
     def told(self, turn: Told) -> None:
-        if not self.every and (turn.outcome == "explained" or not self._ration.allows()):
-            return
         level = logging.WARNING if turn.outcome in _GRAVE else logging.INFO
         fields = {name: value for name in turn.__struct_fields__ if (value := getattr(turn, name)) not in ("", None)}
         text = "%s %s %d %s in %.0f ms%s"

@@ -157,6 +157,8 @@ class Answer:
                 self._trail.note(frame[start:-2])
             else:
                 self._trail.append(frame)
+        else:
+            self._last = frame[start:-2]
         if not self._exchange.write_chunk(frame, start):
             self._stall()
 

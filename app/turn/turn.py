@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from app.errors import TABLE, ClientDisconnected, TurnError, error_response
+from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.capacity import Bounds, Capacity, Choice, Full
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
@@ -207,6 +207,11 @@ class Turn:
             self._outcome = "aborted"
             if self._binding is not None and self._request.identity.final:
                 await self._presence.in_any_case(self._binding.left())
+        except asyncio.CancelledError:  # the router's time to drain is over
+            if not self._exchange.response_complete:
+                self._outcome = "broken"
+                self._shared.metrics.turns_cut += 1
+            raise
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
             name = self._request.id.decode("latin-1")
@@ -286,9 +291,9 @@ class Turn:
             target = self._decision.target
             worker = target.worker
             self._attempt = attempt = Attempt(target, self._presence, metrics, self._loop, slot)
-            if self._trace is not None:
-                request.trace_line = b"%b: %b\r\n" % self._trace.attempts(target)
             try:
+                if self._trace is not None:
+                    request.trace_line = b"%b: %b\r\n" % self._trace.attempts(target)
                 connection = None if fresh else worker.pool.take()
                 if connection is None:
                     connection = await connect(worker, self._presence, metrics)
@@ -315,12 +320,14 @@ class Turn:
                 judge(worker.health, status)
                 if status == 404 and self._asks_on(lost | {worker.name}):
                     self._again += 1
+                    self._status = 0
                     lost |= {worker.name}
                     continue
                 if status == 503 and after_busy(Sent(once=once or busy, free=self._free)) is Next.ELSEWHERE_IF_ANY:
                     busy = True
                     if await self._is_taken_elsewhere(lost | {worker.name}):
                         self._again += 1
+                        self._status = 0
                         metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
                         lost |= {worker.name}
                         continue
@@ -372,14 +379,14 @@ class Turn:
     async def _break_off(self, answer: Answer, failure: AttemptFailed) -> None:
         """The worker's answer will not be completed."""
         self._presence.raise_if_gone()
-        if self._trace is not None:
-            self._trace.failed(failure)
         if self._binding is not None and self._binding.holds_end:
             await self._presence.in_any_case(self._binding.close())
         if self._left_at or answer.over:
             answer.end()
         else:
             self._outcome = "broken"
+            if self._trace is not None:
+                self._trace.failed(failure)
             if self._decision is not None and not isinstance(failure, AttemptTimeout):  # which may be long, or ours
                 self._decision.target.worker.health.failed("an answer that broke off")
             answer.say_broken(failure, self._request.id)
@@ -433,7 +440,7 @@ class Turn:
         if self._trace is not None:
             self._end(self._trace)
         access = self._shared.access
-        if access is not None and (self._outcome != "completed" or access.every):
+        if access is not None and access.wants(self._outcome):
             access.told(self._told())
 
     def _end(self, trace: TurnTrace) -> None:
@@ -442,7 +449,7 @@ class Turn:
             self._outcome,
             http__response__status_code=self._exchange.status or None,
             coatcheck__request_id=request.id.decode("latin-1"),
-            coatcheck__session=None if self._binding is None else self._binding.key[:12],
+            coatcheck__session=None if self._binding is None else shown(self._binding.key),
             coatcheck__worker=None if decision is None else decision.target.worker.name,
             coatcheck__affinity=None if decision is None else decision.how,
             coatcheck__first_byte_seconds=answer.ttft if answer is not None and answer.came else None,
@@ -452,17 +459,14 @@ class Turn:
     def _told(self) -> Told:
         """For the access log."""
         request, exchange, decision, answer = self._request, self._exchange, self._decision, self._answer
-        status, why = self._status, ""
+        status, why = exchange.status or (499 if self._outcome == "aborted" else 500), ""
         if self._refusal is not None:
-            status, why = TABLE[self._refusal.code].status, f"{self._refusal.code}: {self._refusal}"
-        elif answer is not None and answer.failure is not None and self._outcome == "broken":
-            why = str(answer.failure)
+            why = f"{self._refusal.code}: {self._refusal}"
+        elif self._outcome == "broken":
+            failure = None if answer is None else answer.failure
+            why = "cut when the router stopped" if failure is None else str(failure)
         elif self._outcome == "aborted":
-            status, why = self._status if answer is not None else 499, "the client left"
-        elif self._outcome == "explained":
-            status = 200
-        elif not status:
-            status = 500
+            why = "the client left"
         return Told(
             method=exchange.method.decode("latin-1"),
             path=exchange.raw_path.decode("latin-1"),
@@ -646,6 +650,7 @@ class Turn:
 
     async def _wait_anywhere(self, slots: Slots, lost: frozenset[str]) -> Target:
         """Where a slot is held now. Raises TurnError or ClientDisconnected."""
+        self._read_at = 0.0
         target = await slots.wait(None, self._choice(lost))
         assert target is not None
         model = self._request.fields.model

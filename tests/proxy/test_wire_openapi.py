@@ -100,6 +100,7 @@ OPERATIONS = [
     ("GET", "/admin/replicas"),
     ("GET", "/admin/workers"),
     ("POST", "/admin/workers"),
+    ("POST", "/admin/workers/{name}/release"),
     ("POST", "/admin/workers/{name}/{word}"),
 ]
 
@@ -127,4 +128,5 @@ def test_everything_that_is_declared_is_asked(control_plane: schemathesis.BaseSc
     assert sorted(OPERATIONS) == sorted(
         (found.ok().method.upper(), found.ok().path)  # type: ignore[union-attr]
         for found in control_plane.get_all_operations()
+        if found.ok().path != "/admin/stream"  # type: ignore[union-attr]  # which does not end
     )

@@ -34,7 +34,7 @@ START_LIMIT = 60.0
 STOP_LIMIT = 60.0
 """Seconds from SIGTERM, which ends every process of ours, to SIGKILL."""
 _LISTENING = "0A"
-_URL = re.compile(r"(?:coatcheck \S+|serves .*?) at (https?://\S+?)(?:,|\s)")
+_URL = re.compile(r"(?:coatcheck \S+|serves .*?|admin API) at (https?://\S+?)(?:,|\s)")
 """What it says when it listens; a router may name its workers' URLs before."""
 
 T = TypeVar("T")

@@ -521,7 +521,8 @@ async def test_where_nested_transactions_are_refused_each_create_has_its_own_cal
             creates = (store.create_or_get(f"aa{number}", value(), 60) for number in range(start, start + 10))
             assert all(outcome.created for outcome in await asyncio.gather(*creates))
             assert server.calls("Txn") - before == calls
-        assert [record.name for record in caplog.records] == ["coatcheck.store"]
+        told = [record.name for record in caplog.records if record.name.startswith("coatcheck")]
+        assert told == ["coatcheck.store"]
         server.pause()
         with pytest.raises(OutcomeUnknown):
             await store.create_or_get("bb", value(), 60)

@@ -442,7 +442,7 @@ class Turn:
             self._outcome,
             http__response__status_code=self._exchange.status or None,
             coatcheck__request_id=request.id.decode("latin-1"),
-            coatcheck__session=None if self._binding is None else self._binding.key[:12],
+            coatcheck__session=None if self._binding is None else shown(self._binding.key),
             coatcheck__worker=None if decision is None else decision.target.worker.name,
             coatcheck__affinity=None if decision is None else decision.how,
             coatcheck__first_byte_seconds=answer.ttft if answer is not None and answer.came else None,

@@ -82,7 +82,7 @@ def test_counts_of_several_processes_add_up_and_gauges_by_what_they_mean() -> No
     assert value(merged, "python_info", *next(c for f in merged if f.name == "python_info" for c, _ in f.cells)) == 1
     (ttft,) = [each for each in merged if each.name == "coatcheck_ttft_seconds"]
     assert sum(ttft.cells[0][1][:-1]) == 2
-    text_string_to_metric_families(text(merged).decode())
+    assert list(text_string_to_metric_families(text(merged).decode()))
 
 
 def test_a_process_that_is_gone_or_silent_still_counts() -> None:

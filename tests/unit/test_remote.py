@@ -301,6 +301,8 @@ def test_a_shell_completes_commands_actions_and_flags(shell: str, capsys: pytest
     assert (code, err) == (0, "")
     for word in ("sessions", "cordon", "--claims", "--worker", "--url", "zsh"):
         assert re.search(rf"(?<![\w-]){word}(?![\w-])", out), word
+    if shell == "zsh":
+        assert out.index("compinit") < out.index("bashcompinit"), "which needs it"
     if shell == "bash":
         asked = f'{out}\nCOMP_WORDS=(coatcheck workers cor); COMP_CWORD=2; _coatcheck; echo "${{COMPREPLY[@]}}"'
         done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=60, check=True)

@@ -18,6 +18,9 @@ _BASH = """_coatcheck() {{
 }}
 complete -o default -F _coatcheck coatcheck
 """
+_ZSH = """autoload -U +X compinit && compinit
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser, commands: Mapping[str, str], words_of: WordsOf) -> None:
@@ -47,4 +50,4 @@ def script(shell: str, commands: Mapping[str, str], words: Mapping[str, list[str
         return "\n".join([*lines, ""])
     cases = "\n".join(f'        {name}) words="{" ".join(each)}" ;;' for name, each in words.items())
     bash = _BASH.format(cases=cases, commands=" ".join(commands))
-    return bash if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{bash}"
+    return bash if shell == "bash" else f"{_ZSH}{bash}"

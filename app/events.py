@@ -21,7 +21,7 @@ ROOT = "coatcheck"
 KEPT = 500
 _SMALL_TALK = 100
 """Of the records that are neither events nor warnings, or of a kind of which there are many."""
-_MANY = frozenset({"turn", "binding", "session_moved"})
+_MANY = frozenset({"turn", "binding", "session_moved", "claim_gave_way", "fault", "left_out"})
 """Kinds of events that single turns cause."""
 _LONGEST = 600
 """Characters of a message."""

@@ -105,7 +105,7 @@ class Merging:
         merged: dict[str, Family] = {}
         cells: dict[Series, list[float]] = {}
         workers: set[str] = set()
-        """That a process names."""
+        """That a process names, or named when it was last heard."""
         for families in said.values():
             for family in families:
                 merged.setdefault(family.name, family)
@@ -120,6 +120,11 @@ class Merging:
                         best = max if family.merge == "max" else min
                         cells[series] = [best(numbers[0], cells.get(series, numbers)[0])]
         silent = [counted for process, counted in self._last.items() if process not in said]
+        for counted in silent:
+            for name, values in counted:
+                labelled = merged.get(name)
+                if labelled is not None and "worker" in labelled.labels:
+                    workers.add(values[labelled.labels.index("worker")])
         for series in [series for series in self._kept if not _is_shown(merged, series, workers)]:
             del self._kept[series]
         for counted in (*silent, self._kept):

@@ -100,8 +100,10 @@ class _Channel:
         frame.number = next(self._numbers)
         waiting = self._waiting[frame.number] = asyncio.get_running_loop().create_future()
         self.send(frame)
-        await asyncio.wait([waiting], timeout=seconds)
-        self._waiting.pop(frame.number, None)
+        try:
+            await asyncio.wait([waiting], timeout=seconds)
+        finally:
+            self._waiting.pop(frame.number, None)
         return waiting.result() if waiting.done() and not waiting.cancelled() else None
 
 
@@ -170,9 +172,14 @@ class Gathering:
             del self._channels[process]
 
     async def _asked(self, channel: _Channel, frame: _Frame) -> None:
+        asked_at = self._loop.time()
         async with self._one_at_a_time:
+            if self._loop.time() - asked_at > _ANSWERS_WITHIN:
+                return  # nobody waits for it any more
             channels = {name: channel for name, channel in self._channels.items() if channel.is_heard}
             replies = await asyncio.gather(*(each.ask(_Frame("say", 0), _SAYS_WITHIN) for each in channels.values()))
             said = {name: reply.families for name, reply in zip(channels, replies, strict=True) if reply is not None}
+            if not said:
+                return  # the asker gives up by itself; of nobody's figures no sum can be made
             merged = self._merging.merge(said, silent=[name for name in self._channels if name not in said])
         channel.send(_Frame("answer", frame.number, text=text(merged, frame.open_metrics)))

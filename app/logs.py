@@ -54,7 +54,7 @@ def set_up(level: str, form: Format = "text", replica: str = "") -> None:
     logging.basicConfig(level=least, handlers=[handler], force=True)
     logging.captureWarnings(True)
     logging.getLogger("coatcheck").setLevel(min(least, logging.INFO))
-    for name in ("httpx", "httpcore", "watchfiles", "asyncio"):
+    for name in ("httpx", "httpcore", "watchfiles", "asyncio", "sse_starlette"):
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.getLogger("uvicorn").setLevel(logging.INFO if level == "debug" else logging.WARNING)
     logging.getLogger("uvicorn.error").addFilter(_is_news)
@@ -63,7 +63,9 @@ def set_up(level: str, form: Format = "text", replica: str = "") -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     """Not for what uvicorn calls an error and we do on purpose."""
     # A turn was still running when its time at shutdown was over; uvicorn has said how many those were.
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    # Somebody who looked at the page took nothing, and the stream was cut. By name, which imports nothing.
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, asyncio.CancelledError) or type(error).__name__ == "SendTimeoutError")
 
 
 class TextFormatter(logging.Formatter):

@@ -94,7 +94,7 @@ class ControlPlane(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope.get("method") == "HEAD":
             # Answered as GET is; the server, whose scope stays as it was, leaves the body out (RFC 9110 9.3.2).
-            scope = {**scope, "method": "GET"}
+            scope = {**scope, "method": "GET", "coatcheck.head": True}
         await super().__call__(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ anybody: names of workers, their states and numbers, and no address, reason, mod
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Literal
@@ -19,10 +20,13 @@ from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
 from app.fleet.workers import Fleet, Worker
+from app.logs import event
 from app.metrics import AFFINITY_OUTCOMES, Metrics
 from app.replicas import Replicas
 from app.sessions.affinity import Affinity
 from app.traffic import SLOT, SLOTS, Figures, History, Part, Traffic, quantile
+
+log = logging.getLogger("coatcheck.overview")
 
 EVERY = 2.0
 PAGE = 50
@@ -99,7 +103,10 @@ class Overview:
 
     async def run(self) -> None:
         while True:
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # a fault of ours: the operator sees it in the log, and the next tick may do
+                log.exception("the overview could not be made", extra=event("fault"))
             await asyncio.sleep(EVERY)
 
     def tick(self) -> None:
@@ -152,7 +159,7 @@ class Overview:
         }
         if look.whole:
             shown["tenants"] = self._shown_tenants()
-            shown["events"] = {str(event.number): msgspec.to_builtins(event) for event in self._events.last(_EVENTS)}
+            shown["events"] = {str(each.number): msgspec.to_builtins(each) for each in self._events.last(_EVENTS)}
             shown["absent"] = {
                 each.name: {"url": each.url, "mark": each.mark.state, "by": each.mark.by, "at": each.mark.at}
                 for each in self._operators.absent()

@@ -146,6 +146,8 @@ def access(args: argparse.Namespace) -> tuple[str, str]:
         said = read_settings({}, args.config).settings.access
         token = said.token if token is None else token
         url = url or (said.admin_place.url if said.admin_place is not None else DEFAULT_URL)
+    if not token.isascii():
+        raise Trouble("the admin token is not ASCII; --token must be", code=2)
     return url.rstrip("/"), token.strip()
 
 
@@ -189,7 +191,7 @@ def _ask(client: httpx.Client, method: str, path: str, query: Mapping[str, Any],
 
 def _session(args: argparse.Namespace, ask: Ask) -> dict[str, Any]:
     """What names it. A word that may be a hash is one if a session has it."""
-    if not args.hash and not args.agent and _HASH.fullmatch(args.id):
+    if not args.hash and not args.agent and not args.tenant and _HASH.fullmatch(args.id):
         with contextlib.suppress(Trouble):
             found = ask("GET", "/admin/session", session=args.id, hashed="true")
             return {"session": found["session"], "hashed": "true"}

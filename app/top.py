@@ -101,7 +101,7 @@ def snapshots(client: httpx.Client, url: str, query: dict[str, str]) -> Iterator
                 answer.read()
                 raise Trouble(_message(answer, url))
             name = ""
-            for line in answer.iter_lines():
+            for line in _lines(answer):
                 field, _, value = line.partition(": ")
                 if field == "event":
                     name = value
@@ -112,10 +112,20 @@ def snapshots(client: httpx.Client, url: str, query: dict[str, str]) -> Iterator
                     else:
                         merge(shown, said)
                     yield shown
+            if not shown:
+                raise Trouble(f"{url} does not answer as a router (no event came)")
     except httpx.UnsupportedProtocol:
         raise
     except httpx.HTTPError as error:
         raise Trouble(f"the router at {url} cannot be reached ({error or type(error).__name__})") from None
+
+
+def _lines(answer: httpx.Response) -> Iterator[str]:
+    # httpx's own would also end one at U+0085, U+2028 and U+2029, which JSON may have within a text.
+    left = ""
+    for text in answer.iter_text():
+        *lines, left = (left + text).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
 
 
 def _message(answer: httpx.Response, url: str) -> str:
@@ -167,20 +177,22 @@ def _title(shown: Json) -> Text:
 
 
 def _figures(shown: Json) -> Iterator[Text]:
+    # What is unknown, as while no turn comes, is not there: a merge patch cannot say null.
     fleet = shown["fleet"]
     least, most = fleet["sessions_least"], fleet["sessions_most"]
     bad = "red" if fleet["failed"] else "bold"
     yield _line(
         (f"{fleet['turns_per_second']:.1f}", "bold"), " turns/s  ",
         (str(fleet["running"]), "bold"), " running  ", (str(fleet["waiting"]), "bold"), " waiting  ",
-        (_percent(fleet["failed_percent"]), bad), " failed  first token ",
-        (_ms(fleet["ttft_p50_ms"]), "bold"), " p95 ", (_ms(fleet["ttft_p95_ms"]), "bold"),
+        (_percent(fleet.get("failed_percent")), bad), " failed  first token ",
+        (_ms(fleet.get("ttft_p50_ms")), "bold"), " p95 ", (_ms(fleet.get("ttft_p95_ms")), "bold"),
     )  # fmt: skip
     store = "green" if fleet["store"] == "up" else "bold red"
     yield _line(
-        (_percent(fleet["kept_percent"]), "bold"), " kept  ", (_percent(fleet["cached_percent"]), "bold"), " cached  ",
+        (_percent(fleet.get("kept_percent")), "bold"), " kept  ",
+        (_percent(fleet.get("cached_percent")), "bold"), " cached  ",
         (str(most) if least == most else f"{least}–{most}", "bold"), " sessions  store ",
-        (fleet["store"], store), f" {_ms(fleet['store_ms'])}",
+        (fleet["store"], store), f" {_ms(fleet.get('store_ms'))}",
     )  # fmt: skip
 
 

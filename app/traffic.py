@@ -32,6 +32,8 @@ _HOWS, _OUTCOMES = len(AFFINITY_OUTCOMES), len(TURN_OUTCOMES)
 _TTFT = _HOWS + _OUTCOMES
 _TOKENS = _TTFT + _TTFT_BUCKETS
 _WIDTH = _TOKENS + 2
+_MOST = 2**53
+"""That a sum can say. Workers name tokens as they like; a thousand replicas' sums still have room in 64 bits."""
 
 
 class Sums(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -61,7 +63,8 @@ class Part(msgspec.Struct, frozen=True):
         """What is not known here of a replica of another version is left out."""
         ttft = sums.ttft if len(sums.ttft) == _TTFT_BUCKETS else [0] * _TTFT_BUCKETS
         hows = (sums.how.get(name, 0) for name in AFFINITY_OUTCOMES)
-        return cls(array("q", [*hows, *(sums.outcomes.get(name, 0) for name in TURN_OUTCOMES), *ttft, *sums.tokens]))
+        row = (*hows, *(sums.outcomes.get(name, 0) for name in TURN_OUTCOMES), *ttft, *sums.tokens)
+        return cls(array("q", [max(0, min(number, _MOST)) for number in row]))
 
     def since(self, before: Part) -> Part:
         return Part(array("q", [max(0, now - then) for now, then in zip(self.row, before.row, strict=True)]))
@@ -321,7 +324,7 @@ class History:
         for name in self._known.keys() - said.keys():
             del self._known[name]
         self._recent.append((wall, added))
-        while self._recent and self._recent[0][0] <= wall - _MINUTE:
+        while self._recent and not wall - _MINUTE < self._recent[0][0] <= wall:  # also when a clock was set back
             self._recent.popleft()
         slot = int(wall // SLOT)
         self.slots.setdefault(slot, Part.none()).add(added)

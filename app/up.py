@@ -181,7 +181,7 @@ def _introduce(console: Console, fleet: _Fleet) -> None:
 
 
 def _tell_events(console: Console, url: str) -> None:
-    """One line for each event that is worth one, as a replica has them."""
+    """One line for each warning, as a replica has them; errors are in its log, which is shown."""
     told: int | None = None
     with httpx.Client(base_url=url, trust_env=False) as client:
         while True:
@@ -189,10 +189,9 @@ def _tell_events(console: Console, url: str) -> None:
                 for shown in snapshots(client, url, {}):
                     events = sorted((int(number), event) for number, event in shown["events"].items())
                     for number, event in events:
-                        if told is not None and number > told and event["level"] != "info":
+                        if told is not None and number > told and event["level"] == "warning":
                             at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-                            style = "red" if event["level"] == "error" else "yellow"
-                            console.print(Text.assemble((f"{at}  ", "dim"), (event["message"], style)))
+                            console.print(Text.assemble((f"{at}  ", "dim"), (event["message"], "yellow")))
                     told = max((number for number, _ in events), default=told or 0)
             time.sleep(1.0)
 

@@ -7,7 +7,6 @@ const HOWS = [
   ["cached", "known here"], ["stored", "found in the store"], ["created", "new session"], ["none", "no session"],
   ["bypassed", "past a busy worker"], ["rebound", "moved from a lost worker"], ["degraded", "without the store"],
 ];
-const STATES = { down: 0, suspect: 1, leaving: 2, starting: 3, draining: 4, cordoned: 5, up: 6, gone: 7 };
 const $ = (id) => document.getElementById(id);
 
 let shown = null;        // the snapshot, as merged so far
@@ -209,7 +208,7 @@ function drawNotices() {
 
 function drawTiles() {
   const { fleet, slot } = shown;
-  const down = (fleet.states.down ?? 0), unwell = fleet.workers - fleet.available;
+  const unwell = fleet.workers - fleet.available;
   const states = Object.entries(fleet.states).filter(([state]) => state !== "up").map(([state, count]) => `${count} ${state}`);
   const sessions = fleet.sessions_least === fleet.sessions_most ? number(fleet.sessions_most)
     : `${number(fleet.sessions_least)}–${number(fleet.sessions_most)}`;
@@ -420,6 +419,9 @@ function drawWorkers() {
 }
 
 function openWorker(name) {
+  const sure = $("worker-acts").querySelector("[data-act=remove]");  // of this worker nobody is sure yet
+  sure.classList.remove("sure");
+  put(sure, "Remove");
   opened = name;
   put($("worker-said"), "");
   drawWorker();
@@ -438,7 +440,7 @@ function drawWorker() {
   const row = shown.workers.rows[opened];
   put($("worker-name"), opened);
   mark($("worker-state"), "class", `pill ${row?.state ?? "gone"}`);
-  put($("worker-state"), row?.state ?? "gone");
+  put($("worker-state"), row?.state ?? "not on this page");
   for (const button of $("worker-acts").querySelectorAll("button")) button.disabled = !row;
   if (!row) return;
   facts($("worker-facts"), [
@@ -551,15 +553,17 @@ function drawEvents() {
 
 // --- sessions ------------------------------------------------------------------------------------------------------
 
-const isHash = (text) => /^[0-9a-f]{40}$/.test(text);
+const isHash = (text) => /^[0-9a-f]{12,40}$/.test(text);  // or its first digits, as lists and the log show it
 
 async function onSearch(event) {
   event?.preventDefault();
   const id = $("session").value.trim(), worker = $("at").value.trim();
   try {
     if (id) {
-      const query = { session: id, tenant: isHash(id) ? "" : $("tenant").value.trim(), hashed: isHash(id) ? "true" : "" };
-      found(explained(await ask("GET", "session", query), query));
+      const tenant = $("tenant").value.trim();
+      const hashed = isHash(id) && !tenant ? await ask("GET", "session", { session: id, hashed: "true" }).catch(() => null) : null;
+      const query = hashed ? { session: hashed.session, hashed: "true" } : { session: id, tenant };
+      found(explained(hashed ?? await ask("GET", "session", query), query));
     } else {
       found(...await listed(worker, ""));
     }

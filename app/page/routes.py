@@ -38,6 +38,8 @@ HEADERS = {
 """Of each of them. Nothing runs but the file of scripts, nothing is loaded from elsewhere, and no page may frame it."""
 MOST_LOOKING = 50
 """At once; each costs a snapshot every two seconds."""
+_PROVEN = 10
+"""Of these seats only for who has proven to be an admin: strangers cannot keep them out."""
 _STALLED = 30.0
 """Seconds that somebody who looks may take nothing; then the stream is cut."""
 _encode = msgspec.json.Encoder().encode
@@ -79,14 +81,17 @@ def add_page(app: FastAPI, *, admins: Admins, overview: Overview) -> None:
         """`snapshot`, then every two seconds `change`, to be merged into it as RFC 7396 says. Without the admin token,
         where there is one, no address, reason, model, tenant, session or event is in it."""
         look = Look(whole(request), order, page, find.strip())
-        if overview.looking >= MOST_LOOKING:
-            raise TurnError("overloaded", f"{MOST_LOOKING} look at this replica already")
-        return EventSourceResponse(_told(overview, look), headers=HEADERS, sep="\n", send_timeout=_STALLED)
+        if overview.looking >= MOST_LOOKING - (0 if look.whole else _PROVEN):
+            raise TurnError("overloaded", f"{overview.looking} look at this replica already")
+        told = _told(overview, look, head=bool(request.scope.get("coatcheck.head")))
+        return EventSourceResponse(told, headers=HEADERS, sep="\n", send_timeout=_STALLED)
 
     app.include_router(routes)
 
 
-async def _told(overview: Overview, look: Look) -> AsyncIterator[ServerSentEvent]:
+async def _told(overview: Overview, look: Look, *, head: bool) -> AsyncIterator[ServerSentEvent]:
+    if head:
+        return  # of what never ends only the head can be waited for
     async for name, said in overview.follow(look):
         yield ServerSentEvent(_encode(said).decode(), event=name, sep="\n")
 

@@ -119,6 +119,13 @@ async def test_it_follows_a_worker_that_is_killed_and_returns_and_drains_one_by_
         await picture(page, "page-worker")
         await page.click("#worker [data-act=drain]")
         await page.until("document.querySelector('#worker-state').textContent === 'draining'")
+        await page.click("#worker [data-act=remove]")
+        await page.until("document.querySelector('#worker [data-act=remove]').textContent === 'Remove it now?'")
+        await page.click("#worker form button[type=submit]")
+        await page.click("[data-worker=w0] button")
+        await page.until("document.querySelector('#worker').open")
+        asked = await page.value("document.querySelector('#worker [data-act=remove]').textContent")
+        assert asked == "Remove", "who was sure of one worker is not of another"
         await page.click("#worker form button[type=submit]")
         await page.until(f"{of_row('w2', '.pill')} === 'draining'")
 
@@ -138,6 +145,12 @@ async def test_it_follows_a_worker_that_is_killed_and_returns_and_drains_one_by_
         await page.type("#session", "fresh-0")
         await page.click("#search button")
         await page.until("document.querySelector('.explained').textContent.includes('The session is at w')")
+        hash_ = await page.value("document.querySelector('.explained dd').textContent")
+        await page.value("document.querySelector('#found').replaceChildren()")
+        await page.value("document.querySelector('#session').value = ''")
+        await page.type("#session", hash_[:12])  # as the log shows it
+        await page.click("#search button")
+        await page.until(f"document.querySelector('.explained')?.textContent.includes('{hash_}')")
         await page.click(".explained button.danger")
         await page.until("document.querySelector('#found').textContent.includes('closed')")
 

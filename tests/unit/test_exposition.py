@@ -10,6 +10,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from app.errors import TurnError
 from app.exposition import Merging, text, wants_open_metrics
 from app.gathering import Gathering, Member
 from app.metrics import Family, Metrics, WorkerCells
@@ -82,7 +83,7 @@ def test_counts_of_several_processes_add_up_and_gauges_by_what_they_mean() -> No
     assert value(merged, "python_info", *next(c for f in merged if f.name == "python_info" for c, _ in f.cells)) == 1
     (ttft,) = [each for each in merged if each.name == "coatcheck_ttft_seconds"]
     assert sum(ttft.cells[0][1][:-1]) == 2
-    text_string_to_metric_families(text(merged).decode())
+    assert list(text_string_to_metric_families(text(merged).decode()))
 
 
 def test_a_process_that_is_gone_or_silent_still_counts() -> None:
@@ -119,15 +120,26 @@ def test_a_worker_that_has_left_one_process_counts_until_it_has_left_all() -> No
     assert turns(merging.merge({"1": one.families()}), "w0") == 10
 
 
-async def test_whichever_process_is_asked_the_answer_is_of_all() -> None:
+def test_a_worker_that_only_a_silent_process_has_keeps_what_others_have_counted() -> None:
+    merging = Merging()
+    (one, _), (two, of_two), (three, of_three) = process("w0"), process("w0", "w1"), process("w0", "w1")
+    for cells in (of_two, of_three):
+        cells["w1"].turns["completed", 200] = 5
+    assert turns(merging.merge({"1": one.families(), "2": two.families(), "3": three.families()}), "w1") == 10
+    assert turns(merging.merge({"1": one.families()}, silent=["2"]), "w1") == 10
+    assert turns(merging.merge({"1": one.families(), "2": two.families()}), "w1") == 10
+
+
+async def test_whichever_process_is_asked_the_answer_is_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     gathering = Gathering()
     running: dict[str, tuple[Member, asyncio.Task[None]]] = {}
+    silent = False
 
     def begin(name: str) -> tuple[Metrics, dict[str, WorkerCells]]:
         metrics, cells = process("w0")
         end: socket.socket = gathering.admit(name)
         end.setblocking(False)
-        member = Member(end, metrics.families)
+        member = Member(end, lambda: pytest.fail("says nothing") if silent else metrics.families())
         running[name] = member, asyncio.create_task(member.run())
         return metrics, cells
 
@@ -158,6 +170,16 @@ async def test_whichever_process_is_asked_the_answer_is_of_all() -> None:
         begin("r-3")[1]["w0"].turns["completed", 200] = 1
         await until_counted("r-3", 8)
         assert await count("r-1") == 8
+
+        # None of them says anything: there is no answer, and nothing is forgotten.
+        with monkeypatch.context() as quick:
+            quick.setattr("app.gathering._SAYS_WITHIN", 0.01)
+            quick.setattr("app.gathering._ANSWERS_WITHIN", 0.5)
+            silent = True
+            with pytest.raises(TurnError):
+                await count("r-1")
+            silent = False
+        await until_counted("r-1", 8)
     finally:
         for _, task in running.values():
             task.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -10,6 +11,7 @@ from datetime import datetime
 from typing import Any, cast
 
 import pytest
+from sse_starlette.sse import SendTimeoutError
 
 from app.logs import JsonFormatter, Ration, TextFormatter, event, set_up, shown
 from tests.support.logs import Noted
@@ -124,6 +126,9 @@ def test_events_are_made_whatever_is_logged(
         logging.getLogger("coatcheck.x").info("a", extra=event("serving"))
         logging.getLogger("coatcheck.x").warning("b", extra=event("store_back"))
         logging.getLogger("elsewhere").debug("c")
+        logging.getLogger("sse_starlette.sse").info("d")
+        for error in (SendTimeoutError(), asyncio.CancelledError()):
+            logging.getLogger("uvicorn.error").error("e", exc_info=error)
     finally:
         ours.removeHandler(handler)
         root.setLevel(before[0])

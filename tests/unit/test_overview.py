@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import io
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -15,12 +16,14 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from app.config import Settings
 from app.events import KEPT, EventLog
 from app.main import Router, create_app
 from app.overview import PAGE, Look, changed, merge
 from app.page.routes import MOST_LOOKING
+from app.top import frame
 from backends.memory import MemoryStore
 from tests.support.fakes import in_virtual_time
 
@@ -62,8 +65,9 @@ def test_events_are_kept_with_what_they_are_about_and_no_more_of_them_than_that(
     for _ in range(2 * KEPT):
         events.emit(record(logging.INFO))
         events.emit(record(logging.WARNING, event="turn"))
+        events.emit(record(logging.WARNING, event="left_out"))
     assert first in events.last(), "neither small talk nor what single turns cause pushes out an event"
-    assert {event.kind for event in events.last()[-2:]} == {"fleet", "turn"}
+    assert {event.kind for event in events.last()[-3:]} == {"fleet", "turn", "left_out"}
     for _ in range(KEPT):
         events.emit(record(logging.INFO, event="mark"))
     assert len(events.last()) == KEPT
@@ -123,6 +127,41 @@ async def test_numbers_are_of_all_replicas() -> None:
             assert sum(row[1] for row in shown["chart"].values()) == 10, shown["slot"]["series"]
             rows = shown["workers"]["rows"]
             assert rows["w0"]["turns_per_minute"] > rows["w1"]["turns_per_minute"] > 0
+
+
+@in_virtual_time
+async def test_when_traffic_stops_the_figures_are_unknown_also_in_a_terminal() -> None:
+    async with routers("a") as (a,):
+        await asyncio.sleep(5)
+        quiet = a.overview.snapshot(ALL)
+        serve_a_turn(a, "w0")
+        await asyncio.sleep(6)
+        shown = copy.deepcopy(a.overview.snapshot(ALL))
+        assert shown["fleet"]["kept_percent"] == 100.0
+        merge(shown, changed(shown, quiet))
+        assert "kept_percent" not in shown["fleet"]
+        console = Console(width=80, record=True, file=io.StringIO())
+        console.print(frame(shown, 80, 40))
+        assert "– kept" in console.export_text()
+
+
+@in_virtual_time
+async def test_a_fault_in_one_look_does_not_end_the_others() -> None:
+    async with routers("a") as (a,):
+        worker = a.fleet.worker("w0")
+        assert worker is not None
+        await asyncio.sleep(5)
+        serve_a_turn(a, "w0")
+        stream = a.overview.follow(ALL)
+        await anext(stream)
+        kept, worker.cells.ttft = worker.cells.ttft, None  # type: ignore[assignment]
+        await asyncio.sleep(20)
+        worker.cells.ttft = kept
+        worker.cells.prompt_tokens = 2**70  # what a worker says is believed as far as it can be counted
+        async with asyncio.timeout(60):
+            while "cached_percent" not in (await anext(stream))[1].get("fleet", {}):
+                pass
+        await stream.aclose()  # type: ignore[attr-defined]
 
 
 def texts(value: Any) -> set[str]:
@@ -268,3 +307,12 @@ async def test_only_so_many_look_at_once() -> None:
     async with routers("a") as (a,), client(a) as here:
         a.overview.looking = MOST_LOOKING
         assert (await here.get("/admin/stream")).status_code == 503
+
+
+@in_virtual_time
+async def test_strangers_leave_seats_to_admins_and_a_head_ends() -> None:
+    async with routers("a", admin_token=TOKEN) as (a,), client(a, "10.0.0.9") as far, asyncio.timeout(60):
+        a.overview.looking = MOST_LOOKING - 10
+        assert (await far.head("/admin/stream")).status_code == 503
+        said = await far.head("/admin/stream", headers={"x-coatcheck-admin-token": TOKEN})
+        assert (said.status_code, said.headers["content-type"].split(";")[0]) == (200, "text/event-stream")

@@ -18,13 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
-from app import cli
+from app import Trouble, cli
 from app.config import Settings
 from app.main import create_app
 from app.remote import fitting
 from app.serve import Server, listen
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import read_keys
+from app.top import snapshots
 from tests.support.raw import OK, Worker, answers
 
 TOKEN = "hush"
@@ -254,6 +255,14 @@ def test_a_session_is_found_by_the_first_digits_of_its_hash(router: str, capsys:
         assert json.loads(out)["session"] == key(3)
 
 
+def test_a_tenants_session_whose_id_looks_like_a_hash_is_that_tenants(
+    router: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("sessions", "show", key(3)[:12], "--tenant", "acme")
+    code, out, err = command(capsys, *words, "--url", router, "--token", TOKEN)
+    assert (code, out, "no such session" in err) == (1, "", True)
+
+
 @pytest.mark.parametrize("digits", ["0" * 12, "12345", "g" * 12])
 def test_digits_of_no_session_are_said_to_be_of_none(
     router: str, capsys: pytest.CaptureFixture[str], digits: str
@@ -269,6 +278,11 @@ def test_a_wrong_token_is_told_from_none(router: str, capsys: pytest.CaptureFixt
     assert "another one" not in said[0][2]
     assert "another one" in said[1][2]
     assert all("--token" in err for _, _, err in said)
+
+
+def test_a_token_that_no_header_can_carry_is_said_to_be_wrong(router: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(capsys, "workers", "--url", router, "--token", "schlüssel")
+    assert (code, "ASCII" in err) == (2, True)
 
 
 @pytest.mark.parametrize("width", [70, 40])
@@ -287,6 +301,8 @@ def test_a_shell_completes_commands_actions_and_flags(shell: str, capsys: pytest
     assert (code, err) == (0, "")
     for word in ("sessions", "cordon", "--claims", "--worker", "--url", "zsh"):
         assert re.search(rf"(?<![\w-]){word}(?![\w-])", out), word
+    if shell == "zsh":
+        assert out.index("compinit") < out.index("bashcompinit"), "which needs it"
     if shell == "bash":
         asked = f'{out}\nCOMP_WORDS=(coatcheck workers cor); COMP_CWORD=2; _coatcheck; echo "${{COMPREPLY[@]}}"'
         done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=60, check=True)
@@ -337,3 +353,16 @@ def test_top_without_the_token_shows_numbers_and_with_a_wrong_one_nothing(
     code, _, err = command(capsys, "top", "--once", "--url", "http://127.0.0.1:9")
     assert code == 1
     assert "cannot be reached" in err
+
+
+def answering(body: bytes) -> httpx.Client:
+    return httpx.Client(base_url="http://r", transport=httpx.MockTransport(lambda _: httpx.Response(200, content=body)))
+
+
+def test_top_reads_every_text_and_no_router_is_told() -> None:
+    message = "a\u2028b\u2029c\x85d"
+    body = f"event: snapshot\r\ndata: {json.dumps({'m': message}, ensure_ascii=False)}\r\n\r\n".encode()
+    with answering(body) as client:
+        assert list(snapshots(client, "http://r", {})) == [{"m": message}]
+    with answering(b"<html>\n</html>") as client, pytest.raises(Trouble, match="does not answer as a router"):
+        next(snapshots(client, "http://r", {}))

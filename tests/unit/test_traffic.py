@@ -105,6 +105,23 @@ def test_the_history_is_a_quarter_of_an_hour_and_no_more() -> None:
     assert history.last(10.0, 2398.0).turns == 5
 
 
+def test_a_clock_that_is_set_back_leaves_nothing_of_the_future() -> None:
+    history = History()
+    history.hear(10_000.0, {"a": (1, said(0))})
+    history.hear(10_002.0, {"a": (2, said(50))})
+    history.hear(5000.0, {"a": (3, said(51))})
+    assert history.last(60, 5000.0).turns == 1
+    history.hear(5002.0, {"a": (4, said(52))})
+    assert history.last(60, 5002.0).turns == 2
+
+
+def test_more_than_can_be_counted_is_as_much_as_can_be() -> None:
+    history = History()
+    for beat, tokens in enumerate((0, 2**70)):
+        history.hear(2.0 * beat, {name: (beat, Sums(tokens=(tokens, -tokens))) for name in "abc"})
+    assert history.last(60, 2.0).tokens[0] > 2**53
+
+
 def test_another_versions_word_is_read_as_far_as_it_is_known() -> None:
     part = Part.of(Sums({"cached": 3, "teleported": 4}, {"completed": 3, "daydreamed": 1}, [1, 2, 3]))
     assert part.how["cached"] == part.turns == 3

@@ -84,10 +84,14 @@ class Fleet:
         return str(next(row["state"] for row in rows if row["name"] == "w0"))
 
     async def turn(self, session: str) -> tuple[int, str | None]:
+        """Its status, 0 where there is none, and its worker."""
         body = {"model": "mock-model", "max_tokens": 2, "messages": [{"role": "user", "content": "Hello."}]}
-        answer = await self.client.post(
-            f"{self.url}/v1/chat/completions", json=body, headers={"x-dynamo-session-id": session}
-        )
+        try:
+            answer = await self.client.post(
+                f"{self.url}/v1/chat/completions", json=body, headers={"x-dynamo-session-id": session}
+            )
+        except httpx.HTTPError:
+            return 0, None
         return answer.status_code, answer.headers.get("x-coatcheck-worker")
 
     # -- one fault

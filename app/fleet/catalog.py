@@ -51,6 +51,8 @@ _PATIENCE = 2.0
 _ABSENT_FOR = 2.0
 """Seconds in which a name that a round has not found is not looked for again."""
 _MOST_ABSENT = 1000
+_LONGEST_NAME = 1024
+"""Of a model that is looked for, and remembered when it is not found: clients make it."""
 _FIRST_ROUND = 1.5
 """Seconds that a start waits for what the registry and the workers say."""
 _AT_ONCE = 32
@@ -174,7 +176,7 @@ class Catalog:
         """As `serving`, of a model that nobody is known to serve, once the workers were asked again, or after
         `_PATIENCE`. To be run in a task. Raises TurnError: `no_worker` when those that served it have left,
         `model_not_found` when nobody ever did."""
-        if self._clock() >= self._absent.get(model, 0.0):
+        if len(model) <= _LONGEST_NAME and self._clock() >= self._absent.get(model, 0.0):
             await self._look_for(model)
         among = self.serving(model)
         if among is None or among:

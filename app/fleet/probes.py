@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from app.fleet.health import Cause, Probe
+from app.fleet.health import Cause, Probe, State
 from app.fleet.workers import Fleet, Worker
 from app.http.inplace import Driven, Wake
 from app.http.response import Expected
@@ -47,6 +47,8 @@ _KEPT_FOR = 60.0
 _HURRIED = 0.25
 """Of the interval: the pause before the next probe of a worker whose state hangs on it."""
 _JITTER = 0.2
+_STEADY = frozenset({State.UP, State.DOWN})
+"""Others become something else by themselves, unless they are asked in time."""
 _REFUSALS = frozenset({401, 403})
 _NO_SUCH_PATH = frozenset({404, 405, 501})
 _AWAY_PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
@@ -106,10 +108,17 @@ class Prober:
         if self._as_of != self._fleet.changes:
             self._as_of = self._fleet.changes
             self._follow_the_fleet(loop)
+        hurried: set[_Asked] = set()
         for worker in self._fleet:
             if worker.health.watchful:
                 worker.health.tick()
+                if self._asked[worker].hurry(now):
+                    hurried.add(self._asked[worker])
         asked = self._busy
+        if hurried:
+            self._waiting = [entry for entry in self._waiting if entry[2] not in hurried]
+            heapq.heapify(self._waiting)
+            asked += hurried.difference(asked)
         while self._waiting and self._waiting[0][0] <= now:
             asked.append(heapq.heappop(self._waiting)[2])
         self._busy = []
@@ -179,6 +188,18 @@ class _Asked:
             self._connection.fail(AttemptTimeout(f"no answer to a probe within {self._how.limit:g} s"))
         return self._due if self._driven is None else None
 
+    def hurry(self, now: float) -> bool:
+        """It is to be asked now, and not when it was due: it was suspected meanwhile, and nobody has asked since."""
+        if (
+            self._driven is not None
+            or not self._how.path
+            or self._worker.health.state in _STEADY
+            or self._due - now <= self._how.interval * (1 + _JITTER)
+        ):
+            return False
+        self._due = now
+        return True
+
     def _look_for_the_lost(self, now: float) -> None:
         """Of a worker that is not probed only whether it can be connected to again when it was lost: with `/ready`
         failing no turn would come to find out."""
@@ -210,8 +231,11 @@ class _Asked:
             self.first.set_result(None)
         pause = _AWAY_PAUSES[self._away]
         if self._how.path:
-            interval = self._how.interval
-            pause = interval * _HURRIED if self._worker.health.undecided else max(interval, self.apart)
+            health, pause = self._worker.health, self._how.interval
+            if health.undecided:
+                pause *= _HURRIED
+            elif health.state in _STEADY:
+                pause = max(pause, self.apart)
         self._due = self._loop.time() + pause * self._uniform(1 - _JITTER, 1 + _JITTER)
 
     def _failed(self, fault: Exception) -> None:

@@ -421,7 +421,8 @@ class Affinity:
         except StoreError:
             self._end_at_last(key, claim)
             return "pending"
-        self._closer.has_ended(key, self._claims.wall())
+        if outcome != "superseded":
+            self._closer.has_ended(key, self._claims.wall())
         if claim is not None:
             self._metrics.closes.inc(outcome)
             if not self._claims.shows_closes(key):

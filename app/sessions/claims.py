@@ -281,8 +281,12 @@ class Claims:
 
     # -- what was given up
 
+    def give_up(self, claim: Claim) -> None:
+        """A claim of ours, just made, that nobody will be served by, and that may stand."""
+        _remember(self._given_up, claim.value.nonce)
+
     def gave_up(self, claim: Claim) -> bool:
-        """It is a proposal of ours whose reply we did not wait for, and that nobody has been served by."""
+        """It is a proposal of ours that we did not wait for, and that nobody has been served by."""
         return claim.value.nonce in self._given_up
 
     def adopt(self, claim: Claim) -> None:
@@ -316,7 +320,8 @@ class Claims:
         if self.state is not StoreState.UP:
             raise failure
         self._metrics.store_calls_alone.inc(op)
-        return await self._again(op, call, until, failure)
+        with self._pulse:
+            return await self._again(op, call, until, failure)
 
     async def _again(self, op: str, call: Callable[[], Awaitable[T]], until: float, failure: StoreError) -> T:
         """One more try, and others begun until `until`, each beside those that are late: the first answer counts."""

@@ -97,7 +97,7 @@ class Known(msgspec.Struct, frozen=True, omit_defaults=True):
     ended_at: float = 0.0
     """When it last ended there, in Unix seconds; 0: not lately."""
     how: str = ""
-    """bind: created, stored, ...; close: closed, gone or superseded."""
+    """bind: created, stored, ..., or refused by the peer, which has the store; close: closed, gone or superseded."""
 
     def claim(self, key: str) -> Claim | None:
         """The claim that the peer has seen, of which nothing is known to us but that it stood."""
@@ -210,7 +210,8 @@ class Peers:
             if link.up:
                 answer = await _within(link.slow.ask(ask), self._patience.store)
                 if answer is None or answer.spot is None:
-                    link.doubt()
+                    if answer is None or not answer.how:
+                        link.doubt()
                     continue
                 target = self._meant(answer)
                 if target is not None and target.worker.name not in ask.lost:
@@ -532,7 +533,11 @@ async def _slow(desk: Desk, asks: list[Ask]) -> list[Known | None]:
         try:
             async with asyncio.timeout(_STORE_LIMIT):
                 return await work(ask)
-        except (TimeoutError, TurnError):
+        except TimeoutError:
             return None
+        except TurnError as refusal:
+            # Of the session or the turn, not of the store, it says nothing of who else asks.
+            well = desk.state == _UP and refusal.code != "store_unavailable"
+            return Known(how="refused") if well else None
 
     return list(await asyncio.gather(*map(one, asks)))

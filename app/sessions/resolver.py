@@ -167,9 +167,9 @@ class Resolver:
                 if known is None and self._claims.gave_up(claim):
                     known = await self._served_elsewhere(key)
                 return await self._adopt(claim, "stored", placement, snapshot, known, until)
-            entry = await self._kept_waiting(outcome.claim, placement, until) if known is None else None
-            if entry is None:
-                entry = self._note(outcome.claim, target, snapshot, kept=placement.kept)
+            if known is None and (gave_way := await self._kept_waiting(outcome.claim, placement, until)) is not None:
+                return gave_way
+            entry = self._note(outcome.claim, target, snapshot, kept=placement.kept)
             if known is None:
                 entry.trial = not placement.kept
             return entry, "created"
@@ -282,25 +282,29 @@ class Resolver:
         lost = frozenset({name}) if self._fleet.worker(name) is None else frozenset[str]()
         return await self.move(claim.key, claim, lost, placement, known)
 
-    async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> Entry | None:
+    async def _kept_waiting(self, claim: Claim, placement: Placement, until: float) -> tuple[Entry, str] | None:
         """Our claim was made, but so late that another replica may have gone by hash meanwhile. Nobody is served by it
         yet: it gives way to where one of them says that it serves the session, or, if they cannot all be asked, to what
         the hash says. None: it stays."""
         if placement.kept or not self._claims.kept_waiting(until):
             return None
-        target, sure = await self._peers.serving(claim.key)
-        if target is None:
-            if sure:
+        try:
+            target, sure = await self._peers.serving(claim.key)
+            if target is None:
+                if sure:
+                    return None
+                target = self._by_hash(claim.key, placement)
+            if self._meant(claim) is target:
                 return None
-            target = self._by_hash(claim.key, placement)
-        if self._meant(claim) is target:
-            return None
-        replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
-        if isinstance(replaced, Entry):
-            return replaced
-        claim, snapshot = replaced
-        there = self._fleet.find(claim.value.worker, claim.value.rank)
-        return None if there is None else self._note(claim, there, snapshot)
+            replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
+            if isinstance(replaced, Entry):
+                replaced.trial = True
+                return replaced, "created"
+            stands, snapshot = replaced
+            return await self._adopt(stands, "stored", placement, snapshot, None, until)
+        except BaseException:  # cancelled, too: it may stand, and nobody is served by it
+            self._claims.give_up(claim)
+            raise
 
     async def _settled(
         self, claim: Claim, snapshot: Snapshot, known: Entry | None, until: float
@@ -437,7 +441,7 @@ class Resolver:
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        return await self._alone_at(key, self._guess(key, placement, lost), lost, before), "degraded"
+        return await self._alone_at(key, self._by_hash(key, placement, lost), lost, before), "degraded"
 
     async def _by_peers(
         self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str], before: Entry | None
@@ -452,7 +456,7 @@ class Resolver:
         elif not at and placement.parent is None:
             # Should the answer come too late, the claim that the peer has made is where we have gone without it.
             with contextlib.suppress(TurnError):
-                at = (self._guess(key, placement, lost),)
+                at = (self._by_hash(key, placement, lost),)
         elif not at and placement.among is not None:
             at = tuple(self._candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(
@@ -488,7 +492,7 @@ class Resolver:
         if placement.refusal is not None:
             raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
         kept_here = known is not None and known.kept and known.target.worker.known
-        guess = self._guess(key, placement, frozenset())
+        guess = self._by_hash(key, placement)
         if known is None or not (kept_here or known.target is guess):
             known = await self._alone_at(key, guess, frozenset(), known)
         known.unreadable = True
@@ -511,10 +515,6 @@ class Resolver:
         if lost:
             await self._peers.tell("moved", key, None, target, lost)
         return entry
-
-    def _guess(self, key: str, placement: Placement, lost: frozenset[str]) -> Target:
-        """Where a session is served of which nobody knows: the same on every replica that sees the same workers."""
-        return self._by_hash(key, placement, lost)
 
     def told_of_move(self, key: str, target: Target, lost: frozenset[str]) -> None:
         """Another replica has moved the session off the lost workers, and could not tell the store."""
@@ -584,7 +584,8 @@ class Resolver:
         return None if claim is None else self._meant(claim)
 
     def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
-        """Of what the client's hint names, if there is one. What is full here may have room elsewhere: without the
+        """Where a session is served of which nobody knows: the same on every replica that sees the same workers. Of
+        what the client's hint names, if there is one. What is full here may have room elsewhere: without the
         store, replicas agree only on what all see alike."""
         if placement.candidates:
             return rendezvous(key, Candidates.of(placement.candidates))

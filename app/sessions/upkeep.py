@@ -125,7 +125,13 @@ class Closer:
     def drop(self, entry: Entry) -> None:
         """Nobody has been served by it: what was claimed for it is closed, and what was not is forgotten."""
         if entry.claim is not None:
+            before = self._ended.get(entry.key)
             self.begin(entry)
+            # The session has not ended: a peer may serve it, and must not take it for ended.
+            if before is None:
+                self._ended.pop(entry.key, None)
+            else:
+                self._ended[entry.key] = before
         elif self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
 

@@ -240,6 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     if not FRONTS:
         print("neither nginx nor HAProxy is installed: nothing is restarted behind them")
+        return 1
     well = [roll(front, args.store, args.rate, args.rounds) for front in args.front or FRONTS]
     return 0 if all(well) else 1
 

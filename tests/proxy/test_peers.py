@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from app.errors import TurnError
 from app.fleet.naming import Naming
 from app.fleet.policies import rendezvous
 from app.http.client import client_protocol
@@ -34,6 +35,7 @@ class Desk:
         self.state = "up"
         self.known: Known | None = Known()
         self.bound: Known | None = None
+        self.refusal: TurnError | None = None
         self.asked: list[tuple[str, str]] = []
         self.bound_for: list[Ask] = []
         self.go = asyncio.Event()
@@ -56,6 +58,8 @@ class Desk:
         self.asked.append(("bind", ask.key))
         self.bound_for.append(ask)
         await self.go.wait()
+        if self.refusal is not None:
+            raise self.refusal
         return self.bound
 
     async def close(self, ask: Ask) -> Known | None:
@@ -194,6 +198,20 @@ async def test_a_bind_that_hangs_is_waited_for_once(other: Other, peers: Peers) 
     assert await peers.find(WHERE) is None
     assert time.monotonic() - began < 0.5, "the peer is taken not to have the store either"
     other.desk.go.set()
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "up"),
+    [("no_worker", "up", True), ("store_unavailable", "up", False), ("no_worker", "read-only", False)],
+)
+async def test_a_peer_that_refuses_one_session_is_asked_for_the_next(
+    here: Replica, other: Other, peers: Peers, code: str, state: str, up: bool
+) -> None:
+    """Clients can ask for what cannot be: that says nothing of the peer's store."""
+    other.desk.refusal, other.desk.state = TurnError(code, "not this one"), state
+    assert await peers.find(WHERE) is None
+    assert ("bind", KEY) in other.desk.asked or state != "up"
+    assert peers.any_up is up
 
 
 async def test_a_peer_that_is_gone_is_forgotten_with_its_record(here: Replica, other: Other, peers: Peers) -> None:

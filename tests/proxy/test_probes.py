@@ -24,8 +24,10 @@ def saying(status: int, body: bytes = b"{}") -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def probed(*urls: str, how: Probing = QUICK, names: Names | None = None) -> AsyncIterator[Fleet]:
-    tolerance = Tolerance(probed=bool(how.path), down_after=0.3)
+async def probed(
+    *urls: str, how: Probing = QUICK, names: Names | None = None, down_after: float = 0.3
+) -> AsyncIterator[Fleet]:
+    tolerance = Tolerance(probed=bool(how.path), down_after=down_after)
     fleet = Fleet(
         make_worker(url, name=f"w{n}", connect_limit=1, idle_limit=4, tolerance=tolerance, names=names)
         for n, url in enumerate(urls)
@@ -193,6 +195,28 @@ async def test_many_workers_are_asked_less_often_each(monkeypatch: pytest.Monkey
             assert [each.state for each in fleet] == ["up"] * 8
             await until(lambda: asked >= 14)
             assert asked <= 8 + 10 * 1.25 * (time.monotonic() - began) + 1
+
+
+async def test_of_many_workers_one_that_is_suspected_is_asked_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be down for want of a good sign that nobody asked for."""
+    monkeypatch.setattr("app.fleet.probes._MOST_A_SECOND", 0.001)  # the next one in a quarter of an hour
+    status = 200
+
+    async def answer(peer: Peer, request: Request) -> None:
+        await peer.send(saying(status))
+
+    async with (
+        Worker(to_each(answer)) as worker,
+        probed(f"http://127.0.0.1:{worker.port}", down_after=600.0) as fleet,
+    ):
+        (only,) = fleet
+        assert (only.state, only.cells.probes["good"]) == ("up", 1)
+        status = 500
+        only.health.unreachable("no answer")
+        await until(lambda: only.cells.probes["bad"] >= 3)  # again and again, not only at first
+        assert only.state == "suspect"
+        status = 200
+        await until(lambda: only.state == "up")
 
 
 async def test_workers_that_come_and_go_are_asked_and_forgotten() -> None:

@@ -101,6 +101,18 @@ async def refusal(catalog: Catalog, model: str) -> str:
     return told.value.code
 
 
+@in_virtual_time
+async def test_a_name_of_any_length_is_not_remembered() -> None:
+    workers = Workers(a=["m"], b=["m"])
+    async with catalog_of(workers) as catalog:
+        before = workers.asked.copy()
+        assert await refusal(catalog, "n" * 1025) == "model_not_found"
+        assert workers.asked == before
+        assert not catalog._absent
+        assert await refusal(catalog, "n" * 1024) == "model_not_found"
+        assert list(catalog._absent) == ["n" * 1024]
+
+
 AWAY = TurnError("worker_unreachable", "nobody")
 SLOW = TurnError("worker_timeout", "late")
 KEYED = TurnError("invalid_api_key", "who?")

@@ -19,7 +19,7 @@ from app.sessions.claims import StoreState
 from app.sessions.endings import Ending, EndingFiles
 from app.sessions.peers import Ask
 from app.sessions.resolver import ANYWHERE, Placement
-from backends.base import ClaimValue, OutcomeUnknown, Reset, StoreUnavailable
+from backends.base import Claim, ClaimValue, CloseOutcome, OutcomeUnknown, Reset, StoreUnavailable
 from backends.memory import MemoryStore
 from tests.support.fakes import ScriptedStore, in_virtual_time, settle, stall
 from tests.support.replicas import KEY, TTL, WALL, Replica, first_of, key_of, memory, running, scripted
@@ -236,6 +236,17 @@ async def test_checks_that_fail_while_our_own_loop_is_late_do_not_count() -> Non
 
 
 @in_virtual_time
+async def test_that_our_own_loop_is_late_takes_no_try_from_a_call_that_is_tried_again() -> None:
+    store = scripted()
+    async with running(store) as r:
+        store.next_faults["create"] = deque([OutcomeUnknown("lost")])
+        store.hangs = lambda op: op == "create" and store.calls["create"] == 2
+        asyncio.get_running_loop().call_later(0.1, stall, 3 * DEADLINE)
+        assert (await r.visit(key_hashed_to(r, "a")))[1] == "created"
+        assert r.affinity.state is StoreState.UP
+
+
+@in_virtual_time
 async def test_a_store_that_hangs_is_away_however_late_our_own_loop_is() -> None:
     store = scripted()
     async with running(store) as r:
@@ -286,6 +297,69 @@ async def test_creates_that_are_done_late_move_no_session(frozen: int, maker_lat
         gave_way = [r.metrics.claims_given_way.cells["late_write",] for r in (r1, r2)]
         assert sum(gave_way) > 10 or frozen < 3
         assert 0 in gave_way  # nobody fights
+
+
+def always_late(r: Replica) -> None:
+    """Every claim that is made here comes so late that others may have gone without it."""
+    r.affinity._claims.kept_waiting = lambda until: True  # type: ignore[method-assign]
+
+
+@in_virtual_time
+async def test_a_late_claim_that_gives_way_to_one_of_a_worker_unknown_here_is_not_gone_by(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = memory()
+    async with running(scripted(inner), policy=first_of("a")) as r:
+        key, close = key_hashed_to(r, "b"), inner.close
+        always_late(r)
+
+        async def first(claim: Claim) -> CloseOutcome:
+            outcome = await close(claim)
+            if claim.value.worker == "a":  # another replica is faster than we, once
+                monkeypatch.setattr(inner, "close", close)
+                await inner.create_or_get(key, ClaimValue(worker="z", replica="r2", generation=1), TTL)
+            return outcome
+
+        monkeypatch.setattr(inner, "close", first)
+        worker, how = await r.visit(key)
+        claim = await inner.get(key)
+        assert claim is not None
+        assert (claim.value.worker, how) == (worker, "rebound")
+
+
+@in_virtual_time
+async def test_a_late_claim_that_the_store_fails_to_close_moves_no_session() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store, policy=first_of("a")) as r:
+        key = key_hashed_to(r, "b")
+        always_late(r)
+        store.broken["close"] = OutcomeUnknown("lost")
+        assert await r.visit(key) == ("b", "degraded")
+        store.broken.clear()
+        for _ in range(8):  # longer than a claim is doubted
+            await asyncio.sleep(3)
+            assert (await r.visit(key))[0] == "b"
+        claim = await inner.get(key)
+        assert claim is not None
+        assert claim.value.worker == "b"
+
+
+@in_virtual_time
+async def test_a_late_claim_whose_client_leaves_is_known_to_have_served_nobody() -> None:
+    inner = memory()
+    store = scripted(inner)
+    async with running(store, policy=first_of("a")) as r:
+        key = key_hashed_to(r, "b")
+        always_late(r)
+        store.before["close"] = asyncio.Event()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(r.turn(key), 0.1)
+        await settle()
+        claim = await inner.get(key)
+        assert claim is not None
+        assert r.affinity._claims.gave_up(claim)
+        del store.before["close"]
 
 
 @in_virtual_time
@@ -928,8 +1002,30 @@ async def test_a_first_turn_that_fails_leaves_no_claim(status: int, final: bool)
         turn.release()
         await settle()
         assert await inner.get(KEY) is None
+        known = r.affinity.desk.where(Ask("where", KEY))
+        assert known is not None
+        assert not known.ended_at, "a replica that serves it would forget it"
         r.affinity._resolver._policy = first_of("b")
         assert await r.visit() == ("b", "created")
+
+
+@pytest.mark.parametrize("outcome", list(CloseOutcome))
+@in_virtual_time
+async def test_a_session_whose_successor_stands_has_not_ended(
+    outcome: CloseOutcome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = memory()
+    async with running(scripted(inner)) as r:
+        await r.visit()
+
+        async def closes(claim: Claim) -> CloseOutcome:
+            return outcome
+
+        monkeypatch.setattr(inner, "close", closes)
+        assert await r.affinity.end(KEY) == outcome.value
+        known = r.affinity.desk.where(Ask("where", KEY))
+        assert known is not None
+        assert bool(known.ended_at) is (outcome is not CloseOutcome.SUPERSEDED)
 
 
 @pytest.mark.parametrize("status", [500, 503])

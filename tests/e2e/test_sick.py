@@ -31,8 +31,8 @@ from tests.support.wire import Cut, ask, turn
 NEW = 300
 AT_ONCE = 30
 MOST_FAILED = AT_ONCE // 3 + 2 * 3
-"""A third of them has been sent to the sick worker before anybody can know, and then each of the two replicas gives it as
-many as make it suspect (`suspect-after`), if it has not heard of the other's."""
+"""A third of them has been sent to the sick worker before anybody can know, and then each of the two replicas gives it
+as many as make it suspect (`suspect-after`), if it has not heard of the other's."""
 FIRST_BYTE = 2.0
 SLOW_START = 0.5
 DOWN_AFTER = 1.0

@@ -405,7 +405,6 @@ class Metrics:
         if name not in self._models:
             if outcome == "completed" and len(self._models) < _MAX_MODELS and len(name) <= _MAX_MODEL_NAME:
                 self._models.add(name)
-                self.turns.cells[name, "failed"] += 0  # what increases from nothing has no rate
             else:
                 name = "other"
         self.turns.cells[name, outcome] += 1

@@ -159,7 +159,7 @@ async def test_clients_come_in_at_a_unix_socket(processes: Processes, path: Path
     await wait_until(lambda: f" at unix:{path}," in process.output() or not process.alive, LIMIT)
     assert process.alive, process.output()
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
-    assert "nobody may use the admin API" in process.output()
+    await wait_until(lambda: "nobody may use the admin API" in process.output(), LIMIT)
     transport = httpx2.AsyncHTTPTransport(uds=str(path))
     async with AsyncOpenAI(
         api_key="any", base_url="http://router/v1", http_client=openai.DefaultAsyncHttpxClient(transport=transport)

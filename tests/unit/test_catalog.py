@@ -64,14 +64,19 @@ def fleet_of(*names: str) -> Fleet:
 
 @contextlib.asynccontextmanager
 async def catalog_of(
-    workers: Workers, *, fleet: Fleet | None = None, registry: Registry | None = None, strict: bool = True
+    workers: Workers,
+    *,
+    fleet: Fleet | None = None,
+    registry: Registry | None = None,
+    strict: bool = True,
+    interval: float = INTERVAL,
 ) -> AsyncIterator[Catalog]:
     loop = asyncio.get_running_loop()
     catalog = Catalog(
         fleet or fleet_of(*workers.lists),
         workers,
         list,
-        interval=INTERVAL,
+        interval=interval,
         strict=strict,
         clock=loop.time,
         wall=lambda: loop.time() + 1_000_000.0,
@@ -310,7 +315,7 @@ async def test_models_of_a_worker_that_has_left_are_known_for_a_day() -> None:
     registry = MemoryStore().registry
     workers = Workers(x=["m"], y=["n"])
     fleet = fleet_of("x", "y")
-    async with catalog_of(workers, fleet=fleet, registry=registry) as catalog:
+    async with catalog_of(workers, fleet=fleet, registry=registry, interval=600) as catalog:
         await asyncio.sleep(1)
         fleet.remove("y")
         catalog.fleet_changed()

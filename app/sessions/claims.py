@@ -335,13 +335,11 @@ class Claims:
                 if not tries:
                     break
                 done, tries = await asyncio.wait(tries, timeout=self._patience, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    try:
+                ends = [(task, task.exception()) for task in done]  # asked of each: else the loop complains of it
+                for task, error in ends:
+                    if not isinstance(error, StoreError) or isinstance(error, ClaimLost | ClaimUnreadable):
                         return task.result()
-                    except (ClaimLost, ClaimUnreadable):
-                        raise
-                    except StoreError as error:
-                        failure = error
+                    failure = error
                 if done:
                     await self._examined()
                 else:

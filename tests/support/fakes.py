@@ -66,7 +66,7 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             runner.get_loop().set_exception_handler(lambda _, context: faults.append(context))
             runner.run(test(*args, **kwargs))
-        assert not faults
+        assert not faults, faults
 
     return run
 

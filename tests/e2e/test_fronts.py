@@ -39,9 +39,10 @@ class ScriptedReplica:
         self.port = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, limit=1 << 20)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 20)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -51,12 +52,20 @@ class ScriptedReplica:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            for writer in tuple(self._writers):  # also of a task that was cancelled before it began
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+            self._writers.clear()
             self._server = None
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
                 while await self._answer(reader, writer):
@@ -64,7 +73,7 @@ class ScriptedReplica:
         except asyncio.CancelledError:
             pass  # the end of the test
         finally:
-            self._tasks.discard(task)
+            self._writers.discard(writer)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:

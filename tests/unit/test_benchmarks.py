@@ -116,12 +116,10 @@ def test_processor_time_and_memory_are_those_of_the_whole_tree() -> None:
     with subprocess.Popen([sys.executable, "-c", burn], start_new_session=True) as parent:
         try:
             give_up_at = time.monotonic() + 20
-            while procfs.cpu(procfs.tree(parent.pid)).threads_s < 0.2:
+            # Its child burns 0.2 s, of which some may have been its parent's.
+            while len(pids := procfs.tree(parent.pid)) < 2 or procfs.cpu(pids).since(procfs.cpu(pids[:1])) < 0.1:
                 assert time.monotonic() < give_up_at
                 time.sleep(0.02)
-            pids = procfs.tree(parent.pid)
-            assert len(pids) == 2
-            assert procfs.cpu(pids).since(procfs.cpu(pids[:1])) > 0.15
             assert procfs.resident(pids) > procfs.resident(pids[:1]) > 1 << 20
         finally:
             os.killpg(parent.pid, signal.SIGKILL)

@@ -16,6 +16,8 @@ WORD_STANDS = 6.0
 _FEWEST_OWED = 2
 _SOON = 1.0
 """Seconds that what a worker was chosen for may take to get there: its claim is made first."""
+_SILENT = 0.25
+"""Seconds without an answer after which a worker that did answer before is in doubt: in a burst all owe for less."""
 
 
 class Weighed(Protocol):
@@ -105,7 +107,7 @@ class Owed:
 
     Costs turns of bound sessions nothing: that it has answered is seen by the count of its good answers."""
 
-    __slots__ = ("_at", "_count", "_good", "_health", "_most", "_under_way")
+    __slots__ = ("_at", "_count", "_good", "_health", "_most", "_since", "_under_way")
 
     def __init__(self, health: Health, under_way: Callable[[], int]) -> None:
         """`under_way`: turns that are there, or on their way."""
@@ -114,20 +116,31 @@ class Owed:
         self._count = 0.0
         self._good = 0
         """What it had answered well when that was counted: more of it, and it owes nothing."""
-        self._at = 0.0
-        """When it was chosen last."""
+        self._since, self._at = 0.0, 0.0
+        """When it was chosen first, of what is counted, and last."""
 
     def chosen(self) -> None:
         """It is given one more that could have gone elsewhere."""
         health = self._health
+        self._at = health.clock()
         if health.good != self._good:
             self._good, self._count = health.good, 0.0
+        if not self._count:
+            self._since = self._at
         self._count += 1
-        self._at = health.clock()
 
     @property
     def much(self) -> bool:
         return self._count >= self._most and self._good == self._health.good and self._is_still_much()
+
+    @property
+    def doubtful(self) -> bool:
+        """Owes much, and more speaks against it than a burst that has only begun: it never answered, has failed since
+        it did, or is silent."""
+        if not self.much:
+            return False
+        now = self._health.clock()
+        return not self._good or now - self._since >= _SILENT or self._health.failed_lately(now) > 0
 
     def _is_still_much(self) -> bool:
         now = self._health.clock()

@@ -19,8 +19,8 @@ _MORE_LOAD = 0.25
 _MORE_SESSIONS = 0.1
 """How far above the mean a session's first target by hash may be, in load and in sessions, before it is passed over."""
 _OWING_TURNS, _OWING_TIMES = 4, 4.0
-"""What a worker that owes much (`Owed`) has more of load in placement: so many turns, and so many times as much. It is
-given some when others are that loaded: its prompts may just be long."""
+"""What a worker that owes much, and is in doubt (`Owed`), has more of load in placement: so many turns, and so many
+times as much. It is given some when others are that loaded: its prompts may just be long."""
 
 
 def least_loaded(candidates: Candidates[Target]) -> Target:
@@ -70,7 +70,7 @@ def _weight(target: Target, load: float) -> float:
     """Its load as placement sees it. `load`: the usual."""
     worker = target.worker
     weight = target.load + worker.newness * load  # what it has not been given yet counts as if it had
-    return (weight + _OWING_TURNS) * _OWING_TIMES if worker.owed.much else weight
+    return (weight + _OWING_TURNS) * _OWING_TIMES if worker.owed.doubtful else weight
 
 
 def _usual(targets: Sequence[Target]) -> tuple[float, float]:

@@ -276,12 +276,41 @@ def test_who_owes_answers_is_passed_over_until_it_answers(turns: str) -> None:
     for _ in range(2):
         before = silent.in_flight
         for _ in range(30):
+            place.clock.now += 0.1
             target = place.session() if turns == "sessions" else place()
             if target is silent:
                 target.worker.health.good -= 1
                 target.in_flight += 1
         assert silent.in_flight == before + 3
         silent.worker.health.good += 1
+
+
+def test_a_burst_does_not_run_to_the_one_that_answers_first() -> None:
+    """Nobody is in doubt for owing what came a moment ago: sessions stay even, as far as load does."""
+    place = Placing(owing=True)
+    for target in place.targets:
+        target.worker.health.good += 1
+    quick = place.targets[0]
+    for _ in range(300):
+        place.session().in_flight += 1
+        quick.worker.health.good += 1
+    assert unevenness(target.in_flight for target in place.targets) <= 1.1
+
+
+def test_who_has_failed_is_in_doubt_at_once() -> None:
+    place = Placing(owing=True)
+    sick = place.targets[0]
+    for target in place.targets:
+        target.worker.health.good += 1
+        target.in_flight = 6
+    sick.in_flight = 0
+    for _ in range(3):
+        place.note(sick)
+    assert sick.worker.owed.much
+    assert not sick.worker.owed.doubtful
+    sick.worker.health.failed("HTTP 500")
+    assert sick.worker.owed.doubtful
+    assert place.session() is not sick
 
 
 def test_when_all_owe_answers_load_decides() -> None:

@@ -12,7 +12,7 @@ from app.config import SETTINGS, Settings, mask, shown_value
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.health import Probe
 from app.fleet.workers import Fleet, worker_specs
-from app.main import make_prober, open_claims, open_sources, worker_maker
+from app.making import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from app.sources import Origin, config_file, read_settings, service_links

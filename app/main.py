@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
-import platform
 import random
 import secrets
 import socket
-import ssl
-from collections.abc import AsyncIterator, Callable, Container, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import quote
 
@@ -21,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app import version
 from app.admin import add_admin
-from app.config import Settings, Workers, mask, state_folder
+from app.config import Settings
 from app.control import add_control_plane
 from app.events import EventLog
 from app.exposition import text
@@ -29,28 +26,33 @@ from app.fleet.capacity import Bounds, Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
-from app.fleet.discovery.records import RegistrySource, this_host
-from app.fleet.discovery.source import Source
-from app.fleet.discovery.urls import open_source
-from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
 from app.fleet.naming import Naming
 from app.fleet.policies import POLICIES
-from app.fleet.probes import Prober, Probing
-from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
+from app.fleet.probes import Prober
+from app.fleet.workers import Fleet, worker_specs
 from app.gathering import Member
+from app.gauges import register_gauges
 from app.http.exchange import Proxy
 from app.http.headers import Forwarding
-from app.http.names import Names
 from app.http.origins import Crossing, Origins
 from app.listening import Place, network_name
+from app.making import (
+    ending_files,
+    make_prober,
+    open_claims,
+    open_sources,
+    probing,
+    turn_limits,
+    worker_maker,
+    worker_tls,
+)
 from app.management import Management
-from app.metrics import SHOWN_STATES, USAGES_A_TICK, Metrics
+from app.metrics import USAGES_A_TICK, Metrics
 from app.overview import Overview
 from app.page.routes import add_page
 from app.replicas import Myself, Replicas, hashes
 from app.sessions.affinity import Affinity
-from app.sessions.endings import EndingFiles
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
@@ -59,11 +61,10 @@ from app.turn.access import AccessLog
 from app.turn.fields import parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
-from app.turn.request import Reading, worker_key_line
+from app.turn.request import Reading
 from app.turn.routing import Routing, Rules
 from app.turn.tracing import Tracing, open_tracing
-from app.turn.turn import Limits, Shared, Turns
-from backends import open_store
+from app.turn.turn import Shared, Turns
 from backends.base import ClaimStore
 
 _VISIBLE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
@@ -172,7 +173,7 @@ class Router(ControlPlane):
             traced=self.tracing is not None,
         )
         if self.claims is not None:
-            shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
+            shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=turn_limits(settings))
             self.turns.share(shared)
 
     def has_ranks(self) -> bool:
@@ -190,7 +191,7 @@ class Router(ControlPlane):
         self.replicas.agree_on(hashes(_what_must_agree(settings, self.hasher, keys.tenants)))
         for worker in self.fleet:
             worker.pool.connect_limit = settings.limits.connect_timeout
-        self.prober.follow(_probing(settings))
+        self.prober.follow(probing(settings))
         await self.discovery.follow(worker_specs(settings.workers.worker), new, labels)
 
 
@@ -290,7 +291,7 @@ def create_app(
                 close_limit=settings.store.store_deadline,
                 parent_slack=settings.sessions.parent_slack,
                 log_share=settings.sessions.log_bindings,
-                endings=_ending_files(settings),
+                endings=ending_files(settings),
                 names=names,
                 peers=peers,
             )
@@ -331,7 +332,7 @@ def create_app(
                         ),
                     ),
                     metrics=metrics,
-                    limits=_turn_limits(settings),
+                    limits=turn_limits(settings),
                     capacity=app.capacity,
                     bounds=bounds,
                     tracing=tracing,
@@ -352,7 +353,16 @@ def create_app(
                 tenants=lambda: _busy_tenants(app),
             )
             app.one_model = OneModel(models, app.turns)
-            _register_gauges(app)
+            register_gauges(
+                metrics,
+                fleet=fleet,
+                affinity=app.affinity,
+                turns=app.turns,
+                capacity=app.capacity,
+                catalog=catalog,
+                discovery=app.discovery,
+                version=version(),
+            )
             app.claims = claims  # and the turns are there
             _, sources = await open_sources(settings, claims)
             await app.discovery.start(claims.registry, sources)
@@ -480,205 +490,9 @@ async def _tick(metrics: Metrics) -> None:
         metrics.usages_left = USAGES_A_TICK
 
 
-async def open_claims(settings: Settings) -> ClaimStore:
-    """The store that the settings name. Raises StoreConfigurationError."""
-    several = settings.listen.processes > 1
-    return await open_store(settings.store.claims, across_processes=several, deadline=settings.store.store_deadline)
-
-
-async def open_claims_at(url: str, *, deadline: float) -> ClaimStore:
-    """The store at a URL, for whoever registers there. Raises StoreConfigurationError."""
-    return await open_store(url, across_processes=True, deadline=deadline)
-
-
-async def open_sources(
-    settings: Settings, claims: ClaimStore, known: Container[str] = ()
-) -> tuple[list[str], list[Source]]:
-    """The labels of the sources of workers that the settings name, and those of them that are not `known`, opened.
-    Raises StoreConfigurationError."""
-    urls = settings.workers.workers_from or ((settings.store.claims,) if settings.registers_only else ())
-    labels: list[str] = []
-    opened: list[Source] = []
-    for url in urls:
-        source = open_source(url)
-        label = mask(url) if source is None else source.label
-        labels.append(label)
-        if label in known:
-            continue
-        if source is None and url == settings.store.claims:
-            source = RegistrySource(claims.registry, label, host=this_host())
-        elif source is None:
-            store = await open_claims_at(url, deadline=settings.store.store_deadline)
-            source = RegistrySource(store.registry, label, host=this_host(), close=store.aclose)
-        opened.append(source)
-    return labels, opened
-
-
-def _turn_limits(settings: Settings) -> Limits:
-    limits = settings.limits
-    return Limits(first_byte=limits.first_byte_timeout, idle=limits.idle_timeout, total=limits.turn_timeout)
-
-
-def tolerance(settings: Workers) -> Tolerance:
-    """What is asked of workers."""
-    return Tolerance(
-        probed=settings.probe_path != "off",
-        failures=settings.suspect_after,
-        good_probes=settings.good_probes,
-        down_after=settings.down_after,
-        slow_start=settings.slow_start,
-    )
-
-
-def worker_maker(settings: Callable[[], Settings], tls: Tls | None = None) -> Callable[[WorkerSpec, bool], Worker]:
-    """Makes workers by the settings as they are at the time; told whether they come to a fleet that runs. `tls` is for
-    https ones."""
-    names, tolerated = Names(), tolerance(settings().workers)
-    tls = tls or worker_tls(settings().workers)
-
-    def make(spec: WorkerSpec, joins: bool) -> Worker:
-        return make_worker(
-            spec.url,
-            name=spec.name,
-            ranks=spec.ranks,
-            max_turns=settings().workers.max_turns,
-            tls=tls,
-            tls_name=spec.tls_name,
-            connect_limit=settings().limits.connect_timeout,
-            idle_limit=settings().workers.worker_keepalive,
-            names=names,
-            tolerance=tolerated,
-            joins=joins,
-        )
-
-    return make
-
-
-def make_prober(settings: Settings, fleet: Fleet) -> Prober:
-    """Asks as the settings say. The caller starts and stops it."""
-    return Prober(fleet, _probing(settings))
-
-
-def _probing(settings: Settings) -> Probing:
-    path = "" if settings.workers.probe_path == "off" else settings.workers.probe_path
-    return Probing(
-        path=path.encode(),
-        interval=settings.workers.probe_interval,
-        limit=settings.workers.probe_timeout,
-        key_line=worker_key_line(settings.workers.key.encode()),
-    )
-
-
-def _ending_files(settings: Settings) -> EndingFiles | None:
-    """Where closes outlive this process; None: claims do not, or this user has no folder for it."""
-    if settings.store.claims.lower().startswith("memory:"):
-        return None
-    try:
-        return EndingFiles(state_folder() / "endings", settings.store.claims)
-    except RuntimeError:
-        return None
-
-
-def worker_tls(settings: Workers) -> Tls:
-    """For https workers. Made when the first of them is there: to read this system's authorities takes as long as all
-    else that is done to make a router."""
-
-    @functools.cache
-    def made() -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=settings.worker_ca)
-        if not settings.worker_tls_verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        context.options |= ssl.OP_NO_RENEGOTIATION
-        context.set_alpn_protocols(["http/1.1"])
-        return context
-
-    return made
-
-
 def _busy_tenants(app: Router) -> dict[str, tuple[int, int]]:
     """Turns that run and that wait, by tenant: of those that have keys, all the others are one, without a name."""
     running = app.turns.tenants() if app.keys.tenants else {}
     waiting = app.capacity.waiting_by_tenant() if app.capacity is not None and app.keys.tenants else {}
     names = running.keys() | waiting.keys()
     return {name.decode() or "–": (running.get(name, 0), waiting.get(name, 0)) for name in names}
-
-
-def _sessions(app: Router) -> Iterator[tuple[str, float]]:
-    counts = app.affinity.census()
-    return ((worker.name, counts[worker.name]) for worker in app.fleet)
-
-
-def _register_gauges(app: Router) -> None:
-    affinity, metrics, turns = app.affinity, app.metrics, app.turns
-    build = (version(), platform.python_version())
-    metrics.table(
-        "coatcheck_build_info", "1, of this version.", ("version", "python"), lambda: [(build, 1.0)], merge="max"
-    )
-    metrics.gauge("coatcheck_processes", "Processes of this router whose figures these are.", lambda: 1)
-    metrics.gauge("coatcheck_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
-    metrics.gauge("coatcheck_turns_running", "Turns running now.", lambda: turns.count)
-    metrics.gauge(
-        "coatcheck_queued_turns",
-        "Turns that wait for a slot.",
-        lambda: app.capacity.waiting if app.capacity is not None else 0,
-    )
-    metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
-    metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)
-    metrics.gauge("coatcheck_pending_closes", "Claims waiting to be closed.", lambda: affinity.pending_closes)
-    metrics.gauge(
-        "coatcheck_store_up", "1 while claims can be made.", lambda: affinity.state.value == "up", merge="min"
-    )
-    metrics.gauge("coatcheck_store_watching", "1 while the watch is alive.", lambda: affinity.watching, merge="min")
-    metrics.table(
-        "coatcheck_worker_state",
-        "1 for the state that a worker is in.",
-        ("worker", "state"),
-        lambda: (((w.name, state), float(w.state == state)) for w in app.fleet for state in SHOWN_STATES),
-        merge="max",
-    )
-    metrics.gauges(
-        "coatcheck_worker_models",
-        "Models that a worker lists; 0: none, or its list is not known.",
-        "worker",
-        lambda: ((w.name, len(app.catalog.models_of(w.name) or ())) for w in app.fleet),
-        merge="max",
-    )
-    metrics.gauges(
-        "coatcheck_worker_sessions",
-        "Sessions that this replica knows, by their worker.",
-        "worker",
-        lambda: _sessions(app),
-    )
-    metrics.gauges(
-        "coatcheck_in_flight",
-        "Attempts that hold a slot.",
-        "worker",
-        lambda: ((w.name, w.in_flight) for w in app.fleet),
-    )
-    metrics.gauges(
-        "coatcheck_in_flight_rank",
-        "Attempts that hold a slot, at each target that is a rank.",
-        "target",
-        lambda: ((f"{w.name}/{t.rank}", t.in_flight) for w in app.fleet for t in w.targets if t.rank is not None),
-    )
-    metrics.gauges(
-        "coatcheck_worker_source_up",
-        "1 while a source of workers answers.",
-        "source",
-        lambda: ((label, not trouble) for label, _, trouble in app.discovery.overview()),
-        merge="min",
-    )
-    metrics.gauges(
-        "coatcheck_worker_source_workers",
-        "Workers that a source names.",
-        "source",
-        lambda: ((label, count) for label, count, _ in app.discovery.overview()),
-        merge="max",
-    )
-    metrics.gauges(
-        "coatcheck_worker_connections",
-        "Open connections to workers, idle ones too.",
-        "worker",
-        lambda: ((w.name, w.pool.open) for w in app.fleet),
-    )

@@ -36,7 +36,7 @@ from app.fleet.discovery.records import (
     this_host,
 )
 from app.fleet.workers import WorkerError, checked_name, normal_url, worker_name
-from app.main import open_claims_at
+from app.making import open_claims_at
 from app.sessions.tenants import checked_key, read_key
 from backends.base import StoreConfigurationError, StoreError
 from backends.registry import Registry

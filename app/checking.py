@@ -8,7 +8,7 @@ import logging
 import sys
 
 from app import Trouble
-from app.config import SETTINGS, Settings, mask, shown_value
+from app.config import SETTINGS, Settings
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.health import Probe
 from app.fleet.workers import Fleet, worker_specs
@@ -17,6 +17,7 @@ from app.reloading import Rereading
 from app.serve import configure_logging, serve
 from app.sources import Origin, config_file, read_settings, service_links
 from app.turn.tracing import is_installed as tracing_is_installed
+from app.values import mask, shown_value
 from backends.base import StoreConfigurationError, StoreError
 
 log = logging.getLogger("coatcheck")

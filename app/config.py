@@ -16,16 +16,13 @@ import re
 import secrets
 import socket
 import ssl
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 from urllib.parse import urlsplit
 
 from annotated_types import BaseMetadata
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -44,7 +41,6 @@ from pydantic_settings import (
 from app.fleet.discovery.urls import check_sources
 from app.fleet.policies import POLICIES
 from app.fleet.workers import worker_specs
-from app.http.headers import Forwarding
 from app.http.origins import Origins
 from app.http.tls import server_context
 from app.listening import Place, read_peer_address, read_place, read_socket_path
@@ -52,63 +48,24 @@ from app.sessions.identity import BODY_FIELDS, DEFAULT_SOURCES, Identifier
 from app.sessions.tenants import checked_key, read_key, read_keys, read_secret
 from app.turn.fields import parse_aliases
 from app.turn.paths import ENGINE_PATHS, NO_ENGINE_PATHS, Paths
+from app.values import (
+    NO_PEERS,
+    Secret,
+    Spoken,
+    Texts,
+    check_ca,
+    check_peer_listen,
+    check_pem,
+    check_proxies,
+    check_secret,
+    check_secret_file,
+    split_by,
+    spoken,
+    usable,
+)
 
 MIB = 1024 * 1024
 VARIABLE_PREFIX = "COATCHECK_"
-
-
-# --- what a value may be ---------------------------------------------------------------------------------------------
-
-
-class Spoken(NamedTuple):
-    """What help calls a setting's value, a default that is made at start, and what is wrong with any other text."""
-
-    value: str = ""
-    default: str = ""
-    wrong: str = ""
-
-
-def _usable(read: Callable[[Any], object], remedy: str = "") -> AfterValidator:
-    """`read` gets the value, and raises ValueError with what is wrong; `remedy`: for a file that cannot be read."""
-
-    def check(value: Any) -> Any:
-        plain = (value.get_secret_value() or None) if isinstance(value, SecretStr) else value
-        try:
-            if plain is not None:
-                read(plain)
-        except OSError as error:
-            empty = isinstance(error, ssl.SSLError)
-            wrong = "has no certificates in it" if empty else f"cannot be read ({error.strerror})"
-            raise ValueError(f"the file {wrong}; {remedy}") from None
-        return value
-
-    return AfterValidator(check)
-
-
-def _split(separators: str) -> BeforeValidator:
-    def split(value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else value
-        if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
-            return tuple(word for text in texts for word in re.split(separators, text) if word)
-        return value
-
-    return BeforeValidator(split)
-
-
-def _strip(value: Any) -> Any:
-    """What a shell, an editor or a secret store puts around a secret is not of it: replicas that were given it in
-    different ways would disagree."""
-    given = value.get_secret_value() if isinstance(value, SecretStr) else value
-    if not isinstance(given, str) or not given:
-        return value
-    if not given.strip():
-        raise ValueError("nothing but white space; give the secret, or leave the setting out")
-    return given.strip()
-
-
-Secret = Annotated[SecretStr, BeforeValidator(_strip)]
-
-Texts = Annotated[tuple[str, ...], NoDecode, _split(r"\s+")]
 
 
 def _default_claims() -> str:
@@ -126,40 +83,6 @@ def state_folder() -> Path:
 
 def _default_replica() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-
-
-def _check_proxies(texts: Iterable[str]) -> None:
-    for text in texts:
-        try:
-            Forwarding((text,))
-        except ValueError:
-            raise ValueError(f"{text!r} is neither an address nor a network; write one like 10.0.0.0/8") from None
-
-
-def _check_secret(secret: str) -> None:
-    if len(secret.encode()) > 64:
-        raise ValueError("longer than 64 bytes; choose a shorter secret")
-
-
-def _check_secret_file(file: Path) -> None:
-    _check_secret(read_secret(file))
-
-
-NO_PEERS = "off"
-
-
-def _check_peer_listen(text: str) -> None:
-    if text != NO_PEERS and read_place(text).path is not None:
-        raise ValueError("other machines cannot reach a unix socket; write HOST:PORT, [IPV6]:PORT or off")
-
-
-def _check_ca(file: Path) -> None:
-    ssl.create_default_context(cafile=file)
-
-
-def _check_pem(file: Path) -> None:
-    if "-----BEGIN " not in file.read_text(encoding="latin-1"):
-        raise ValueError("the file is not PEM; name one that begins with -----BEGIN")
 
 
 class RelationError(ValueError):
@@ -195,31 +118,29 @@ class Listen(_Group, title="listening"):
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
-    uds: Annotated[str | None, Spoken("PATH"), _usable(read_socket_path)] = None
+    uds: Annotated[str | None, Spoken("PATH"), usable(read_socket_path)] = None
     """Unix socket to listen on in place of host and port, like /run/coatcheck/http: for a proxy on this machine, of our
     user or group."""
-    tls_cert: Annotated[Path | None, _usable(_check_pem, "name a PEM file with certificates")] = None
+    tls_cert: Annotated[Path | None, usable(check_pem, "name a PEM file with certificates")] = None
     """Certificates (PEM) by which clients are served over TLS, our own first; read again when the file changes."""
     tls_key: Annotated[
         Path | None,
         Spoken(default="in tls-cert's file"),
-        _usable(_check_pem, "name a PEM file with the private key"),
+        usable(check_pem, "name a PEM file with the private key"),
     ] = None
     """Private key (PEM) of tls-cert."""
     processes: int = Field(1, ge=1, le=256)
     """Router processes that share the port; each is a replica."""
-    peer_listen: Annotated[
-        str | None, Spoken("ADDRESS", default="a free port of host"), _usable(_check_peer_listen)
-    ] = None
-    """Where the other replicas of the same store reach this one, as HOST:PORT, each of several processes at the next
-    free port from PORT on; off: nowhere."""
-    peer_address: Annotated[str | None, Spoken("ADDRESS", default="where it listens"), _usable(read_peer_address)] = (
+    peer_listen: Annotated[str | None, Spoken("ADDRESS", default="a free port of host"), usable(check_peer_listen)] = (
         None
     )
+    """Where the other replicas of the same store reach this one, as HOST:PORT, each of several processes at the next
+    free port from PORT on; off: nowhere."""
+    peer_address: Annotated[str | None, Spoken("ADDRESS", default="where it listens"), usable(read_peer_address)] = None
     """What the other replicas are told to connect to, as HOST or HOST:PORT, where that is not what peer-listen says."""
     keepalive_timeout: int = Field(75, ge=1, le=3600)
     """Seconds an idle client connection is kept."""
-    trusted_proxies: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), _usable(_check_proxies)] = ()
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode, split_by(r"[\s,]+"), usable(check_proxies)] = ()
     """Proxies in front whose X-Forwarded-* headers are passed on to workers, as addresses or networks; unix: who comes
     by the unix socket; *: everybody; repeatable (in a variable: separated by spaces)."""
 
@@ -234,9 +155,9 @@ class Listen(_Group, title="listening"):
 
 
 class Workers(_Group, title="workers"):
-    worker: Annotated[Texts, Spoken("URL"), _usable(worker_specs)] = ()
+    worker: Annotated[Texts, Spoken("URL"), usable(worker_specs)] = ()
     """A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."""
-    workers_from: Annotated[Texts, Spoken("URL"), _usable(check_sources)] = ()
+    workers_from: Annotated[Texts, Spoken("URL"), usable(check_sources)] = ()
     """Where other workers are found: file:///path.toml, dns://name:port, dns+srv://name, or the claims URL where they
     register; without any, and without a worker: at claims; repeatable (in a variable: separated by spaces)."""
     worker_grace: float = Field(30.0, ge=0, le=86_400)
@@ -250,16 +171,16 @@ class Workers(_Group, title="workers"):
         "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
     )
     """Header that tells a worker with ranks which of them is meant."""
-    worker_api_key: Annotated[Secret, _usable(checked_key)] = SecretStr("")
+    worker_api_key: Annotated[Secret, usable(checked_key)] = SecretStr("")
     """Key sent to the workers in place of the client's, which then stays here."""
-    worker_api_key_file: Annotated[Path | None, _usable(read_key, "name a file with one key")] = None
+    worker_api_key_file: Annotated[Path | None, usable(read_key, "name a file with one key")] = None
     """File that holds the worker API key."""
-    engine_paths: Annotated[Texts, Spoken("PATH"), _usable(Paths)] = Field(
+    engine_paths: Annotated[Texts, Spoken("PATH"), usable(Paths)] = Field(
         ENGINE_PATHS,
         description=f"Paths outside /v1 that workers answer, like those below it; {NO_ENGINE_PATHS}: no path; "
         "repeatable (in a variable: separated by spaces).",
     )
-    model_alias: Annotated[Texts, Spoken("ALIAS=MODEL"), _usable(parse_aliases)] = ()
+    model_alias: Annotated[Texts, Spoken("ALIAS=MODEL"), usable(parse_aliases)] = ()
     """What clients may call a model, like small=qwen3-8b: the name is replaced in their requests; repeatable (in a
     variable: separated by spaces)."""
     models_interval: float = Field(30.0, ge=0, le=86_400)
@@ -267,7 +188,7 @@ class Workers(_Group, title="workers"):
     unknown_models: Literal["refuse", "pass"] = "refuse"
     """A model that no worker lists: refused here (404), or passed to any worker, for engines that take any name."""
     worker_ca: Annotated[
-        Path | None, Spoken(default="the system's"), _usable(_check_ca, "name a PEM file with CA certificates")
+        Path | None, Spoken(default="the system's"), usable(check_ca, "name a PEM file with CA certificates")
     ] = None
     """CA certificates (PEM) for https workers."""
     worker_tls_verify: bool = True
@@ -301,17 +222,17 @@ class Workers(_Group, title="workers"):
 
 
 class Access(_Group, title="who may"):
-    api_keys: Annotated[Path | None, _usable(read_keys, "name a file of API keys")] = None
+    api_keys: Annotated[Path | None, usable(read_keys, "name a file of API keys")] = None
     """File of API keys, one `TENANT sha256:HEX` a line; without it everybody may, as one tenant."""
-    allowed_origins: Annotated[tuple[str, ...], NoDecode, _split(r"[\s,]+"), Spoken("ORIGIN"), _usable(Origins)] = ()
+    allowed_origins: Annotated[tuple[str, ...], NoDecode, split_by(r"[\s,]+"), Spoken("ORIGIN"), usable(Origins)] = ()
     """Sites whose pages may use the router from a browser, like https://chat.example.com; *: all; repeatable (in a
     variable: separated by spaces)."""
-    admin_token: Annotated[Secret, _usable(checked_key)] = SecretStr("")
+    admin_token: Annotated[Secret, usable(checked_key)] = SecretStr("")
     """Bearer token of the admin API; without it only this machine may use that API, and only while nobody else can
     connect to where it is served."""
-    admin_token_file: Annotated[Path | None, _usable(read_key, "name a file with one token")] = None
+    admin_token_file: Annotated[Path | None, usable(read_key, "name a file with one token")] = None
     """File that holds the admin token."""
-    admin_listen: Annotated[str | None, Spoken("ADDRESS"), _usable(read_place)] = None
+    admin_listen: Annotated[str | None, Spoken("ADDRESS"), usable(read_place)] = None
     """Where the admin API is served in place of the public port, as HOST:PORT or unix:/path."""
 
     @property
@@ -326,7 +247,7 @@ class Access(_Group, title="who may"):
 
 
 class Sessions(_Group, title="sessions"):
-    session_from: Annotated[Texts, _usable(Identifier)] = Field(
+    session_from: Annotated[Texts, usable(Identifier)] = Field(
         DEFAULT_SOURCES,
         description=f"Where a session's id is looked for, in this order: {', '.join(DEFAULT_SOURCES)}, "
         f"header:NAME[+AGENT_HEADER][/PARENT_HEADER] or body:FIELD ({', '.join(BODY_FIELDS)}); "
@@ -361,9 +282,9 @@ class Store(_Group, title="claims"):
     kept_ttl: float = Field(0.0, ge=0, le=31_536_000)
     """Seconds after the last use in which a stored response, file, batch or conversation is found by its id; 0: as
     session-ttl."""
-    session_secret: Annotated[Secret, _usable(_check_secret)] = SecretStr("")
+    session_secret: Annotated[Secret, usable(check_secret)] = SecretStr("")
     """Keys the hash of session ids in the store; the same on every replica, at most 64 bytes."""
-    session_secret_file: Annotated[Path | None, _usable(_check_secret_file, "name a file with the secret")] = None
+    session_secret_file: Annotated[Path | None, usable(check_secret_file, "name a file with the secret")] = None
     """File that holds the session secret."""
     on_store_outage: Literal["degrade", "refuse"] = "degrade"
     """New sessions while the claim store is away: placed by hash (degrade) or answered 503 (refuse)."""
@@ -597,29 +518,6 @@ def _expected(field: FieldInfo) -> str:
         Path | None: "the path of a file",
     }
     return others.get(kind, "text, in quotes")
-
-
-def spoken(value: Any) -> str:
-    """A value as it is written in a file or a variable."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, list | tuple):
-        return " ".join(map(spoken, value)) or "(none)"
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return "(none)" if value is None else str(value)
-
-
-def shown_value(value: Any) -> str:
-    """A value for people, without what is secret in it."""
-    if isinstance(value, SecretStr):
-        return "********" if value.get_secret_value() else "(none)"
-    return mask(spoken(value))
-
-
-def mask(text: str) -> str:
-    """`text` without the users and passwords of the URLs in it."""
-    return re.sub(r"(?<=://)\S*@", "********@", text)
 
 
 SETTINGS = {

@@ -6,7 +6,7 @@ import functools
 import ssl
 from collections.abc import Callable, Container
 
-from app.config import Settings, Workers, mask, state_folder
+from app.config import Settings, Workers, state_folder
 from app.fleet.discovery.records import RegistrySource, this_host
 from app.fleet.discovery.source import Source
 from app.fleet.discovery.urls import open_source
@@ -17,6 +17,7 @@ from app.http.names import Names
 from app.sessions.endings import EndingFiles
 from app.turn.request import worker_key_line
 from app.turn.turn import Limits
+from app.values import mask
 from backends import open_store
 from backends.base import ClaimStore
 

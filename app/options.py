@@ -7,8 +7,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from app.config import SETTINGS, Setting, shown_value
+from app.config import SETTINGS, Setting
 from app.sources import CONFIG_VARIABLE
+from app.values import shown_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,6 @@ import httpx
 import msgspec
 
 from app import Trouble, logs
-from app.config import mask
 from app.fleet.discovery.records import (
     WORKERS,
     WorkerRecord,
@@ -38,6 +37,7 @@ from app.fleet.discovery.records import (
 from app.fleet.workers import WorkerError, checked_name, normal_url, worker_name
 from app.making import open_claims_at
 from app.sessions.tenants import checked_key, read_key
+from app.values import mask
 from backends.base import StoreConfigurationError, StoreError
 from backends.registry import Registry
 from mocker.server import MockWorker

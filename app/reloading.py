@@ -18,10 +18,11 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from app import Trouble
-from app.config import Settings, mask
+from app.config import Settings
 from app.fleet.discovery.source import Aside
 from app.logs import event
 from app.sources import EffectiveSettings
+from app.values import mask
 
 log = logging.getLogger("coatcheck")
 

@@ -31,7 +31,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from app import Trouble, children, logs, version
-from app.config import Settings, mask
+from app.config import Settings
 from app.gathering import Gathering
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
@@ -48,6 +48,7 @@ from app.listening import (
 from app.logs import event
 from app.main import Router, create_app
 from app.reloading import LOOK_EVERY, NOT_TAKEN_UP, Passed, Rereading
+from app.values import mask
 
 log = logging.getLogger("coatcheck")
 

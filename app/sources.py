@@ -25,8 +25,9 @@ from pydantic import SecretStr, ValidationError
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource, YamlConfigSettingsSource
 
 from app import Trouble
-from app.config import CHANGEABLE, SETTINGS, VARIABLE_PREFIX, Flat, RelationError, Settings, mask, spoken
+from app.config import CHANGEABLE, SETTINGS, VARIABLE_PREFIX, Flat, RelationError, Settings
 from app.fleet.discovery.file import told_with_line
+from app.values import mask, spoken
 
 CONFIG_VARIABLE = "COATCHECK_CONFIG"
 """Names the configuration file where no flag does."""

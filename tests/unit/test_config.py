@@ -11,8 +11,9 @@ import certifi
 import pytest
 from pydantic import SecretStr
 
-from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings, mask, shown_value
+from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings
 from app.sources import SettingsError, read_settings, service_links
+from app.values import mask, shown_value
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"

@@ -30,6 +30,7 @@ STARTERS = {
     "app.__main__",
     "app.cli",
     "app.config",
+    "app.values",
     "app.sources",
     "app.options",
     "app.checking",

@@ -28,7 +28,7 @@ import aetcd
 import uvloop
 
 from app.sessions.affinity import Affinity
-from app.sessions.resolver import ANYWHERE
+from app.sessions.placing import ANYWHERE
 from backends import open_store
 from backends.base import ClaimStore, ClaimValue, Deleted, Reset, encode_value
 from benchmarks.claims_child import SESSION_TTL, WORKER, new_affinity, session_key

@@ -27,7 +27,7 @@ from app.fleet.workers import Fleet, make_worker, worker_name
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher
-from app.sessions.resolver import ANYWHERE
+from app.sessions.placing import ANYWHERE
 from backends import open_store
 from backends.base import (
     Claim,

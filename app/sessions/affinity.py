@@ -27,7 +27,8 @@ from app.sessions.desk import Desk
 from app.sessions.endings import EndingFiles
 from app.sessions.entries import Entries, Entry, View
 from app.sessions.peers import Ask, Peers
-from app.sessions.resolver import ANYWHERE, WHERE_KEPT, Placement, Resolver
+from app.sessions.placing import ANYWHERE, WHERE_KEPT, Placement, Placer
+from app.sessions.resolver import Resolver
 from app.sessions.upkeep import Closer, Renewer, at_once, watch
 from backends.base import Claim, ClaimStore, ClaimUnreadable, StoreError
 from backends.singleflight import SingleFlight
@@ -282,6 +283,7 @@ class Affinity:
         self._peers = peers = peers if peers is not None else Peers(replica, names, metrics)
         self._closer = closer = Closer(entries, claims, peers, metrics, tasks, limit=close_limit, files=endings)
         self._renewer = Renewer(entries, claims, tasks)
+        self._placer = Placer(fleet, policy, entries, claims, names, metrics, parent_slack=parent_slack)
         self._resolver = Resolver(
             entries,
             claims,
@@ -289,10 +291,9 @@ class Affinity:
             fleet,
             names,
             peers,
-            policy,
+            self._placer,
             metrics,
             refuse=refuse_on_outage,
-            parent_slack=parent_slack,
             unsettled=self._claim_later,
             overdue=self._renewer.overdue,
         )
@@ -364,7 +365,7 @@ class Affinity:
         if placement.refusal is not None:
             raise placement.refusal
         try:
-            target, why, _ = await self._resolver.choose(placement, key=key)
+            target, why, _ = await self._placer.choose(placement, key=key)
         except StoreError:
             raise TurnError("store_unavailable", "the claim store cannot be reached") from None
         return target, why
@@ -395,7 +396,7 @@ class Affinity:
         try:
             claim = await self._claims.get(key)
         except ClaimUnreadable:
-            target = self._resolver.guess(key) if entry is None else entry.target
+            target = self._placer.by_hash(key) if entry is None else entry.target
             return View(key, None, target, view.active, "unreadable")
         except StoreError:
             if entry is None:

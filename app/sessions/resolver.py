@@ -39,19 +39,15 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-import msgspec
-
 from app.errors import TurnError
-from app.fleet.candidates import Candidates
-from app.fleet.capacity import Full
 from app.fleet.naming import Naming
-from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.logs import Ration, event, shown
 from app.metrics import Metrics
 from app.sessions.claims import Claims, StoreState
 from app.sessions.entries import UNPROVEN, Alone, Entries, Entry, Snapshot
 from app.sessions.peers import Ask, Peers
+from app.sessions.placing import Placement, Placer
 from app.sessions.upkeep import Closer
 from backends.base import Claim, ClaimUnreadable, StoreError
 
@@ -72,29 +68,6 @@ _SLACK = 10.0
 stopped, and that clocks are apart."""
 
 
-class Placement(msgspec.Struct, frozen=True):
-    """Where a turn would have its session, should no claim stand."""
-
-    candidates: tuple[Target, ...] = ()
-    """What the client's hint names; empty: no hint."""
-    parent: str | None = None
-    """The key of the session whose prefix this one shares."""
-    refusal: TurnError | None = None
-    """Only a claim that stands will do, else this is raised."""
-    kept: bool = False
-    """It is no session but something that a worker keeps, which nobody can move."""
-    among: frozenset[str] | None = None
-    """The names of the workers that will do; None: all."""
-    slot: Target | None = None
-    """Where the turn holds a slot already: there it goes, if it is free to choose."""
-    full_too: bool = False
-    """Also where nobody has room: it waits for its slot at another replica."""
-
-
-ANYWHERE = Placement()
-WHERE_KEPT = Placement(kept=True)
-
-
 class Resolver:
     """Where a session is, and how it came there (`how`, of AFFINITY_OUTCOMES)."""
 
@@ -106,19 +79,18 @@ class Resolver:
         fleet: Fleet,
         names: Naming,
         peers: Peers,
-        policy: Policy,
+        placer: Placer,
         metrics: Metrics,
         *,
         refuse: bool,
-        parent_slack: int,
         unsettled: Callable[[str, float], None],
         overdue: Callable[[Entry], None],
     ) -> None:
         """`unsettled` is told of a session that is served without a claim although the store is up, and in how many
         seconds that should be tried again; `overdue` of a turn that cannot renew its claim."""
         self._entries, self._claims, self._closer = entries, claims, closer
-        self._fleet, self._names, self._peers, self._policy, self._metrics = fleet, names, peers, policy, metrics
-        self._refuse, self._parent_slack, self._unsettled, self._overdue = refuse, parent_slack, unsettled, overdue
+        self._fleet, self._names, self._peers, self._placer, self._metrics = fleet, names, peers, placer, metrics
+        self._refuse, self._unsettled, self._overdue = refuse, unsettled, overdue
         self._moves: OrderedDict[str, tuple[float, ...]] = OrderedDict()
         """When sessions were moved lately, the longest unmoved first."""
         self._news = Ration(log, "sessions that moved, or whose claim gave way")
@@ -151,7 +123,7 @@ class Resolver:
             elif placement.refusal is not None:
                 raise placement.refusal
             else:
-                target, alone = await self._place(key, placement), None
+                target, alone = await self._placer.place(key, placement), None
             with target.reserve():
                 outcome = await claims.create(
                     key,
@@ -238,7 +210,7 @@ class Resolver:
         snapshot = self._entries.snapshot(key)
         try:
             # Before the claim is closed: where nothing can be chosen, it stays.
-            target = await self._place(key, elsewhere, lost)
+            target = await self._placer.place(key, elsewhere, lost)
             with target.reserve():
                 if claim is not None:
                     await self._claims.close(claim, until)
@@ -293,7 +265,7 @@ class Resolver:
             if target is None:
                 if sure:
                     return None
-                target = self._by_hash(claim.key, placement)
+                target = self._placer.by_hash(claim.key, placement)
             if self._meant(claim) is target:
                 return None
             replaced = await self._replace(claim, "late_write", Entry(claim.key, target), placement, until)
@@ -441,7 +413,7 @@ class Resolver:
             return known, "cached"
         if self._refuse or placement.refusal is not None:
             raise TurnError("store_unavailable", "the claim store cannot be reached; the session cannot be placed")
-        return await self._alone_at(key, self._by_hash(key, placement, lost), lost, before), "degraded"
+        return await self._alone_at(key, self._placer.by_hash(key, placement, lost), lost, before), "degraded"
 
     async def _by_peers(
         self, key: str, known: Entry | None, placement: Placement, lost: frozenset[str], before: Entry | None
@@ -456,9 +428,9 @@ class Resolver:
         elif not at and placement.parent is None:
             # Should the answer come too late, the claim that the peer has made is where we have gone without it.
             with contextlib.suppress(TurnError):
-                at = (self._by_hash(key, placement, lost),)
+                at = (self._placer.by_hash(key, placement, lost),)
         elif not at and placement.among is not None:
-            at = tuple(self._candidates(lost, placement, trials=False, with_full=True))
+            at = tuple(self._placer.candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(
             Ask(
                 "bind",
@@ -492,7 +464,7 @@ class Resolver:
         if placement.refusal is not None:
             raise TurnError("store_unavailable", "what the claim store says of it cannot be read")
         kept_here = known is not None and known.kept and known.target.worker.known
-        guess = self._by_hash(key, placement)
+        guess = self._placer.by_hash(key, placement)
         if known is None or not (kept_here or known.target is guess):
             known = await self._alone_at(key, guess, frozenset(), known)
         known.unreadable = True
@@ -530,80 +502,6 @@ class Resolver:
 
     def _alone(self) -> Alone:
         return self._entries.alone(self._claims.answered_at)
-
-    # -- placing
-
-    async def choose(
-        self, placement: Placement, lost: frozenset[str] = frozenset(), key: str = ""
-    ) -> tuple[Target, str, str]:
-        """The target of a session that has no claim, and why: the client's hint, else its parent, else the policy. Last
-        what became of following the parent, if there is one: followed, unknown or passed_over. Only looks. `key`: the
-        session's. While the store is suspected to be away, that is proposed which the session gets without it: there it
-        goes, whatever slot it has, and though it must wait ("hash")."""
-        if placement.candidates:
-            return least(placement.candidates), "hint", ""
-        if key and self._claims.suspected:
-            return self._by_hash(key, placement, lost), "hash", ""
-        slot = placement.slot
-        if slot is not None and slot.worker.known and slot.worker.name not in lost:
-            return slot, "policy", ""
-        parent = ""
-        if placement.parent is not None:
-            near = await self._near(placement.parent)
-            candidates = self._candidates(lost, placement, trials=False)  # as they are now
-            if (
-                near is not None
-                and near in candidates
-                and near.load - least(candidates.compared()).load <= self._parent_slack
-            ):
-                return near, "parent", "followed"
-            parent = "unknown" if near is None else "passed_over"
-        return self._policy(self._candidates(lost, placement, key=key)), "policy", parent
-
-    def guess(self, key: str) -> Target:
-        """Where the session would be served without the store. Only looks. Raises TurnError."""
-        return self._by_hash(key)
-
-    async def _place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
-        target, why, parent = await self.choose(placement, lost, key)
-        if target.full and why in ("parent", "policy") and target is not placement.slot and not placement.full_too:
-            raise Full("fleet_full", "every worker has as many turns as it may have")
-        if parent:
-            self._metrics.parents.inc(parent)
-        self._fleet.note_placed(target)
-        return target
-
-    async def _near(self, parent: str) -> Target | None:
-        entry = self._entries.find(parent)
-        if entry is not None:
-            return entry.target
-        try:
-            claim = await self._claims.get(parent)
-        except ClaimUnreadable:
-            return None
-        return None if claim is None else self._meant(claim)
-
-    def _by_hash(self, key: str, placement: Placement = ANYWHERE, lost: frozenset[str] = frozenset()) -> Target:
-        """Where a session is served of which nobody knows: the same on every replica that sees the same workers. Of
-        what the client's hint names, if there is one. What is full here may have room elsewhere: without the
-        store, replicas agree only on what all see alike."""
-        if placement.candidates:
-            return rendezvous(key, Candidates.of(placement.candidates))
-        return rendezvous(key, self._candidates(lost, placement, trials=False, with_full=True))
-
-    def _candidates(
-        self,
-        lost: frozenset[str],
-        placement: Placement,
-        *,
-        trials: bool = True,
-        with_full: bool = False,
-        key: str = "",
-    ) -> Candidates[Target]:
-        candidates = self._fleet.candidates(lost, placement.among, trials=trials, with_full=with_full, key=key)
-        if not candidates:
-            raise TurnError("no_worker", "no worker can take the turn")
-        return candidates
 
     def _may_move(self, key: str) -> bool:
         now = self._claims.clock()

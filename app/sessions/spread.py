@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from app.fleet.workers import Target
 from app.sessions.affinity import Affinity, Binding, ends
-from app.sessions.resolver import Placement
+from app.sessions.placing import Placement
 
 
 class Spread:

@@ -26,7 +26,7 @@ from app.http.worker import AttemptFailed, ConnectFailed, ConnectRefused
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher
-from app.sessions.resolver import Placement
+from app.sessions.placing import Placement
 from app.sessions.spread import Hold
 from app.sessions.tenants import NOBODY
 from app.turn.presence import Presence

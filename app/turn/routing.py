@@ -13,7 +13,7 @@ from app.http.exchange import Exchange
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher, read_hints
-from app.sessions.resolver import Placement
+from app.sessions.placing import Placement
 from app.sessions.spread import Hold, Spread
 from app.sessions.tenants import Admins
 from app.turn.fields import BodyHints

@@ -28,7 +28,7 @@ from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.logs import event, shown
 from app.metrics import AFFINITY_OUTCOMES, Metrics, TurnOutcome
-from app.sessions.resolver import Placement
+from app.sessions.placing import Placement
 from app.sessions.spread import Hold
 from app.turn.access import AccessLog, Told
 from app.turn.answer import Answer

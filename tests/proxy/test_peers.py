@@ -310,7 +310,7 @@ async def test_a_peer_is_asked_to_claim_a_session_where_it_would_be_without_an_a
     other.desk.go.clear()
     store.go_away()
     assert (await two.visit())[1] == "degraded"
-    guess = two.affinity._resolver.guess(KEY)
+    guess = two.affinity._placer.by_hash(KEY)
     assert [spot.worker for ask in other.desk.bound_for for spot in ask.at] == [guess.worker.name]
     other.desk.go.set()
     store.return_()
@@ -366,7 +366,7 @@ async def test_a_claim_that_a_peer_serves_by_is_not_doubted(
     inner = MemoryStore()
     store = ScriptedStore(inner)
     two = Replica(store, name="r2", peers=peers)
-    guess = two.affinity._resolver.guess(KEY).worker.name
+    guess = two.affinity._placer.by_hash(KEY).worker.name
     elsewhere = "a" if guess != "a" else "b"
     store.go_away()
     assert await two.visit() == (guess, "degraded")

@@ -11,7 +11,7 @@ from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import KeyHasher
-from app.sessions.resolver import ANYWHERE, Placement
+from app.sessions.placing import ANYWHERE, Placement
 from backends.memory import MemoryStore
 from tests.support.bench import in_order
 from tests.support.fakes import ScriptedStore, settle

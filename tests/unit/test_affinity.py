@@ -16,7 +16,7 @@ from app.errors import TurnError
 from app.fleet.policies import rendezvous
 from app.fleet.workers import Target, make_worker
 from app.sessions.claims import StoreState
-from app.sessions.resolver import ANYWHERE, Placement
+from app.sessions.placing import ANYWHERE, Placement
 from backends.base import (
     LIFETIME,
     ClaimValue,

@@ -18,7 +18,7 @@ from app.sessions.affinity import Binding
 from app.sessions.claims import StoreState
 from app.sessions.endings import Ending, EndingFiles
 from app.sessions.peers import Ask
-from app.sessions.resolver import ANYWHERE, Placement
+from app.sessions.placing import ANYWHERE, Placement
 from backends.base import Claim, ClaimValue, CloseOutcome, OutcomeUnknown, Reset, StoreUnavailable
 from backends.memory import MemoryStore
 from tests.support.fakes import ScriptedStore, in_virtual_time, settle, stall
@@ -865,7 +865,7 @@ async def test_a_session_found_without_its_claim_before_the_watch_says_why_stays
     store = scripted(inner)
     async with running(store, policy=first_of("a")) as r:
         await r.visit()
-        r.affinity._resolver._policy = first_of("b")
+        r.affinity._placer._policy = first_of("b")
         store.watch_fault = StoreUnavailable("the connection was lost")
         store.drop_watch()
         await settle()
@@ -1005,7 +1005,7 @@ async def test_a_first_turn_that_fails_leaves_no_claim(status: int, final: bool)
         known = r.affinity.desk.where(Ask("where", KEY))
         assert known is not None
         assert not known.ended_at, "a replica that serves it would forget it"
-        r.affinity._resolver._policy = first_of("b")
+        r.affinity._placer._policy = first_of("b")
         assert await r.visit() == ("b", "created")
 
 

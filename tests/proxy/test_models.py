@@ -15,9 +15,11 @@ from tests.proxy.test_paths import asked, code, fleet, named, said, says
 from tests.support.http_model import Request
 from tests.support.raw import Live, Peer, get, tells, to_each, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 PROMISED = 2.0
 """Seconds."""
-BUSY = 1.0
+BUSY = 10.0
 """That the machine may add."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 
@@ -66,7 +68,6 @@ def listed(body: bytes) -> list[str]:
     return [entry["id"] for entry in json.loads(body)["data"]]
 
 
-@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_one_worker_costs_no_more_than_is_promised(wrong: str) -> None:
     async with fleet(WRONG[wrong], to_each(_good)) as (live, _):
@@ -75,7 +76,8 @@ async def test_one_worker_costs_no_more_than_is_promised(wrong: str) -> None:
         assert (answer.status, listed(answer.body)) == (200, ["good"])
         assert time.monotonic() - began < PROMISED + BUSY
         began = time.monotonic()
-        assert listed((await asked(live, get(b"/v1/models"))).body) == ["good"]
+        for _ in range(10):
+            assert listed((await asked(live, get(b"/v1/models"))).body) == ["good"]
         assert time.monotonic() - began < BUSY, "a worker that was late is waited for again"
 
 
@@ -83,7 +85,6 @@ async def _good(peer: Peer, request: Request) -> None:
     await peer.send(named("good"))
 
 
-@pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_no_list_stops_the_streams() -> None:
     async with fleet(floods, is_too_long) as (live, _):
         before = await _lag(live)

@@ -13,6 +13,8 @@ import pytest
 from tests.support.http_model import Answer, Request
 from tests.support.raw import Live, Peer, Worker, get, post, tells, to_each
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 TOKEN = b"x-coatcheck-admin-token: hush"
 KEY = b"authorization: Bearer sk-client"
 
@@ -165,7 +167,7 @@ async def test_an_admins_answer_is_bounded_in_time_and_size() -> None:
             await peer.send(b"x")
             await asyncio.sleep(0.1)
 
-    async with fleet(flood, drip, first_byte_timeout=1.0) as (live, _):
+    async with fleet(flood, drip, first_byte_timeout=3.0) as (live, _):
         answer = await asked(live, post(target=b"/sleep"))
         first, second = json.loads(answer.body)["workers"]
         assert (first["cut"], len(first["body"])) == (True, 1 << 20)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import zmq
@@ -86,13 +87,18 @@ class Recorder:
         usage = self._post(path, body, rank)["usage"]
         assert usage["prompt_tokens"] == len(prompt)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        self.steps.append(Step(what, rank, prompt, cached, self._heard(rank)))
+        adapter = body["model"] if body["model"] != MODEL else ""
+        salt = body.get("cache_salt", "")
+        self.steps.append(Step(what, rank, prompt, cached, self._heard(rank), adapter, salt))
 
     def _post(self, path: str, body: dict[str, Any], rank: int = 0) -> Any:
         headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
         request = Request(f"{self._url}{path}", json.dumps(body).encode(), headers)
-        with urlopen(request, timeout=ANSWER_SECONDS) as answer:
-            text = answer.read()
+        try:
+            with urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                text = answer.read()
+        except HTTPError as error:
+            raise AssertionError(f"{path}: {error.read().decode(errors='replace')}") from error
         return json.loads(text) if text else None
 
     def _heard(self, rank: int) -> list[Frames]:
@@ -132,12 +138,13 @@ def _blocks(recorder: Recorder) -> None:
     one = [100 + at for at in range(3 * BLOCK_SIZE + 4)]
     recorder.complete("three blocks and a bit", one)
     recorder.complete("the same again", one)
-    recorder.complete("one block more", [*one, *range(300, 330)])
+    recorder.complete("all are told again on request", one, vllm_xargs={"kv_cache_report_mode": "full"})
+    recorder.complete("one block more, of a session", [*one, *range(270, 300)], session_id="ticket-42")
     recorder.complete("a block is filled by the answer", [*range(200, 230)], max_tokens=BLOCK_SIZE + 4)
     recorder.chat("a chat", "Where is my coat? " * 3)
     recorder.chat("a chat with a salt", "Where is my coat? " * 3, cache_salt="mine")
     recorder.complete("an adapter's", one[: 2 * BLOCK_SIZE + 2], model=ADAPTER)
-    recorder.complete("no room: some are removed", [*range(400, 400 + 5 * BLOCK_SIZE + 1)])
+    recorder.complete("no room: some are removed", [*range(300, 300 + 5 * BLOCK_SIZE + 1)])
     recorder.order("the cache is cleared", "/reset_prefix_cache")
     recorder.complete("and filled again", one[: BLOCK_SIZE + 1])
 

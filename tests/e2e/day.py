@@ -310,7 +310,7 @@ class Day:
         return any(each["alertname"] == "CoatcheckWorkerDown" and each["worker"] == SICK for each in now)
 
     async def _it_is_replaced(self) -> None:
-        await asyncio.to_thread(self.coatcheck, "workers", "drain", SICK, "--deadline", "1")
+        await asyncio.to_thread(self.coatcheck, "workers", "drain", SICK, "--deadline", "600")
         await wait_until(self._is_drained, LIMIT)
         await asyncio.to_thread(self.coatcheck, "workers", "remove", SICK)
         self.workers[1].process.terminate()
@@ -326,7 +326,7 @@ class Day:
 
     async def _is_drained(self) -> bool:
         rows = [(await self.rows(replica))[SICK] for replica in self.replicas]
-        return all(row["state"] == "draining" and not row["in_flight"] for row in rows)
+        return all(row["mark"] == "draining" and not row["sessions"] and not row["in_flight"] for row in rows)
 
     async def _has_new(self, replica: Replica) -> bool:
         rows = await self.rows(replica)

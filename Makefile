@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test fuzz test-browser test-clients check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -56,6 +56,10 @@ test-clients: $(READY)
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 tests/clients/test_python.py \
 		tests/clients/test_node.py tests/clients/test_vllm.py
+
+# An operator's day by the documentation's own commands, with nginx and Prometheus (Debian: apt-get install nginx prometheus)
+day: $(READY)
+	@$(BIN)/python -m tests.e2e.day
 
 # What the router costs beside other proxies, see benchmarks/README.md
 bench: $(READY)

@@ -351,6 +351,7 @@ class Metrics:
         self.workers: Callable[[], Iterable[tuple[str, WorkerCells]]] = tuple
         """Those that there are now, by name: read when scraped."""
         self._models: set[str] = set()
+        self._foresee_turns("other")
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         PlatformCollector(registry=self._process)
@@ -405,9 +406,15 @@ class Metrics:
         if name not in self._models:
             if outcome == "completed" and len(self._models) < _MAX_MODELS and len(name) <= _MAX_MODEL_NAME:
                 self._models.add(name)
+                self._foresee_turns(name)
             else:
                 name = "other"
         self.turns.cells[name, outcome] += 1
+
+    def _foresee_turns(self, model: str) -> None:
+        """Show each end that a turn for it can have, so that the first one is an increase like any other."""
+        for outcome in TURN_OUTCOMES:
+            self.turns.cells[model, outcome] = 0
 
     def turn_without_session(self, path: bytes) -> None:
         """Count one turn. Only paths that many clients ask for get a series of their own."""
@@ -444,6 +451,8 @@ class Metrics:
         self.worker_gaps.forget()
         names: set[str] = set()
         for name, cells in self.workers():
+            for outcome in CONNECT_OUTCOMES:
+                self.connects.cells[name, outcome] += 0
             for outcome, kind in _FORESEEN:
                 self.worker_turns.cells[name, outcome, kind] = 0
             for (outcome, status), count in cells.turns.items():

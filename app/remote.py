@@ -247,7 +247,9 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
     for worker in said["absent"]:
         worker["state"] = worker["mark"]
     for worker in [*said["workers"], *said["absent"]]:
-        worker["decided"] = f"by {worker['by']} at {_clock(worker['at'])}" if worker["by"] else None
+        # The state does not always say it: who is down and draining is down.
+        word = "uncordoned" if worker["mark"] == "none" else worker["mark"]
+        worker["decided"] = f"{word} by {worker['by']} at {_clock(worker['at'])}" if worker["by"] else None
     for worker in said["workers"]:
         worker["ranks"] = " ".join(f"{each['rank']}:{each['in_flight']}" for each in worker["ranks"]) or None
         if worker.get("max_turns") is not None:

@@ -3,7 +3,8 @@
 The format is that of `vllm/distributed/kv_events.py`, and of what vLLM 0.32 sends: a PUB socket sends topic, sequence
 number (8 bytes, big endian, from 0 since the process began) and a payload in msgpack, `[time, [event, …], rank]`. Each
 event is a map with a `type`; before 0.24 it was an array that begins with it (`old`). A ROUTER socket answers a
-sequence number with all batches from there on that are kept, and ends with the number -1 and no payload.
+sequence number with all batches from there on that are kept, and ends with the number -1, without topic and payload.
+What a real one has sent is recorded in `tests/unit/files/vllm_kv_events.json`.
 """
 
 from __future__ import annotations
@@ -81,9 +82,9 @@ class EventPublisher:
         tokens = [int.from_bytes(text[at : at + TOKEN_BYTES], "little") for at in range(0, len(text), TOKEN_BYTES)]
         hashes = [chain[at] for at in range(start, end)]
         parent = chain[start - 1] if start else None
-        adapter = sequence.model if sequence.adapter else None
+        adapter = None if sequence.adapter is None else sequence.model
         if self._old:
-            self._events.append(["BlockStored", hashes, parent, tokens, self._block_size, None, "GPU"])
+            self._events.append(["BlockStored", hashes, parent, tokens, self._block_size, sequence.adapter, "GPU"])
             return
         self._events.append(
             {
@@ -92,7 +93,7 @@ class EventPublisher:
                 "parent_block_hash": parent,
                 "token_ids": tokens,
                 "block_size": self._block_size,
-                "lora_id": None,
+                "lora_id": sequence.adapter,
                 "medium": "GPU",
                 "lora_name": adapter,
                 "extra_keys": [_extra_keys(adapter, "" if at else sequence.salt) for at in range(start, end)],
@@ -102,10 +103,11 @@ class EventPublisher:
         )
 
     def removed(self, hashes: list[int]) -> None:
-        if self._old:
-            self._events.append(["BlockRemoved", hashes, "GPU"])
-        else:
-            self._events.append({"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0})
+        for each in hashes:  # vLLM tells of each by itself
+            if self._old:
+                self._events.append(["BlockRemoved", [each], "GPU"])
+            else:
+                self._events.append({"type": "BlockRemoved", "block_hashes": [each], "medium": "GPU", "group_idx": 0})
 
     def cleared(self) -> None:
         self._events.append(["AllBlocksCleared"] if self._old else {"type": "AllBlocksCleared"})
@@ -142,7 +144,7 @@ class EventPublisher:
             for number, payload in self._batches:
                 if number >= first:
                     self._replay.send_multipart((client, b"", self._topic, number.to_bytes(8, "big"), payload))
-            self._replay.send_multipart((client, b"", self._topic, _END, b""))
+            self._replay.send_multipart((client, b"", b"", _END, b""))
 
 
 def publishers_of(settings: MockSettings) -> list[EventPublisher]:

@@ -26,10 +26,10 @@ class Sequence:
     """One answer that a rank computes. `reached` waits for its tokens."""
 
     def __init__(
-        self, rank: Rank, text: bytes, prompt: int, answer: int, *, model: str, adapter: bool, salt: str
+        self, rank: Rank, text: bytes, prompt: int, answer: int, *, model: str, adapter: int | None, salt: str
     ) -> None:
-        """`text`: of prompt and answer; `prompt`, `answer`: tokens of each. `adapter`: the model is one. Sequences
-        share blocks only where model and salt are the same, as in vLLM."""
+        """`text`: of prompt and answer; `prompt`, `answer`: tokens of each. `adapter`: the model's number, if one.
+        Sequences share blocks only where model and salt are the same, as in vLLM."""
         self.text = text
         self.model = model
         self.adapter = adapter

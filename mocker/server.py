@@ -207,7 +207,7 @@ class MockWorker(FastAPI):
             name = _parse_adapter(await request.body()).lora_name
             if name in service.adapters:
                 raise RequestError(400, f"The lora adapter '{name}' has already been loaded.")
-            service.adapters.add(name)
+            service.load_adapter(name)
             return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
         @self.post("/v1/unload_lora_adapter")
@@ -215,7 +215,7 @@ class MockWorker(FastAPI):
             name = _parse_adapter(await request.body()).lora_name
             if name not in service.adapters:
                 raise RequestError(404, f"The lora adapter '{name}' cannot be found.")
-            service.adapters.remove(name)
+            del service.adapters[name]
             return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
         @self.post("/sleep")

@@ -7,6 +7,7 @@ its connection.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -66,8 +67,10 @@ class TurnService:
         """Empty: it has no engine, and its pace is set."""
         self._ready_at = clock() + settings.loading
         self.responses = Responses(self.new_id)
-        self.adapters: set[str] = set()
-        """The names of loaded LoRA adapters: models that this worker serves beside its own."""
+        self.adapters: dict[str, int] = {}
+        """The names of loaded LoRA adapters, models that this worker serves beside its own, and their numbers: never
+        the same again, as vLLM counts them."""
+        self._adapters_loaded = itertools.count(1)
         self.apis = {
             "/v1/chat/completions": Api(wire.parse_chat),
             "/v1/completions": Api(wire.parse_completion),
@@ -140,6 +143,10 @@ class TurnService:
         self.reset_running()
         self.load(seconds)
 
+    def load_adapter(self, name: str) -> None:
+        """Serve it as a model."""
+        self.adapters[name] = next(self._adapters_loaded)
+
     def check_model(self, model: str | None) -> str:
         """The model that serves a request for `model`. Raises RequestError if the worker does not serve it."""
         if model is None:
@@ -178,7 +185,7 @@ class TurnService:
         tokens, _ = self.length(ask) if ask.answer is not None else (1, None)
         answers = [each.text() for each in self.completions(ask, tokens)] if ask.answer is not None else [""]
         rank = self.ranks[turn.rank] if turn.rank is not None else min(self.ranks, key=lambda each: each.scheduler.load)
-        adapter = turn.model in self.adapters
+        adapter = self.adapters.get(turn.model)
         sequences = [
             live.Sequence(
                 rank,

@@ -10,51 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import secrets
-import signal
 import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from tests.clients.install import ENVIRONMENTS, HERE
+from tests.clients.vllm import MAX_TOKENS, MODEL, START_SECONDS, installed, make_model, standing_vllm
 from tests.support.http_model import Answer, Incomplete, read_answer
 from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.raw import Client
 from tests.support.tcp import TcpProxy
 from tests.support.wire import Wire, ask
 
-ENVIRONMENT = ENVIRONMENTS / "vllm"
-START_SECONDS = 900
-"""A minute on two idle cores."""
 ANSWER_SECONDS = 120
 SESSIONS, TURNS = 10, 3
-MODEL = "mock-model"
 BLOCK_TOKENS = 128
 """vLLM's on CPU; only whole blocks are found again."""
-MAX_TOKENS = 2048
-OPTIONS = [
-    "--load-format=dummy",
-    "--dtype=float32",
-    f"--max-model-len={MAX_TOKENS}",
-    "--enable-prefix-caching",
-    "--enforce-eager",
-    "--enable-prompt-tokens-details",
-]
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_RESPONSES_API_STORE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 JSON = [("content-type", "application/json")]
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
 
@@ -64,47 +40,11 @@ pytestmark = pytest.mark.timeout(START_SECONDS + 300)
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Its address."""
-    if not (ENVIRONMENT / ".ready").exists():
+    if not installed():
         pytest.skip("vllm is not installed: python -m tests.clients.install vllm")
     folder = tmp_path_factory.mktemp("vllm")
-    model = folder / "model"
-    python = str(ENVIRONMENT / "bin" / "python")
-    subprocess.run([python, str(HERE / "tiny_model.py"), str(model)], check=True, timeout=START_SECONDS)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [str(ENVIRONMENT / "bin" / "vllm"), "serve", str(model), "--served-model-name", MODEL, *OPTIONS]
-    log = folder / "vllm.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | SETTINGS,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # it has children
-        )
-    try:
-        _wait_for(process, port, log)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    give_up_at = time.monotonic() + START_SECONDS
-    while True:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        text = log.read_text(errors="replace")[-4000:]
-        assert process.poll() is None, f"vLLM has ended:\n{text}"
-        assert time.monotonic() < give_up_at, f"vLLM does not come up:\n{text}"
-        time.sleep(0.5)
+    with standing_vllm(make_model(folder / "model"), folder / "vllm.log") as url:
+        yield url
 
 
 @dataclass(frozen=True)

@@ -178,14 +178,17 @@ async def test_an_admins_answer_is_bounded_in_time_and_size() -> None:
 
 
 async def test_engine_paths_are_turns_like_any_other() -> None:
+    """All that vLLM, SGLang and llama.cpp have outside /v1, without a setting."""
+    paths = [b"/tokenize", b"/detokenize", b"/rerank", b"/v2/rerank", b"/score", b"/pooling", b"/classify"]
+    paths += [b"/generate", b"/invocations", b"/completion", b"/infill"]
     async with fleet(serves(other=says(200, b"{}")), serves(other=says(200, b"{}"))) as (live, workers):
         answers = [
             await asked(live, post(b"x-dynamo-session-id: s", b"content-type: application/json", target=path))
-            for path in (b"/tokenize", b"/v2/rerank", b"/generate", b"/infill")
+            for path in paths
         ]
         assert len({dict(answer.headers)[b"x-coatcheck-worker"] for answer in answers}) == 1
-        assert [dict(answer.headers)[b"x-coatcheck-affinity"] for answer in answers] == [b"created", *[b"cached"] * 3]
-        assert sorted(targets(workers)) == [[], [b"/tokenize", b"/v2/rerank", b"/generate", b"/infill"]]
+        assert [dict(answer.headers)[b"x-coatcheck-affinity"] for answer in answers] == [b"created", *[b"cached"] * 10]
+        assert sorted(targets(workers)) == [[], paths]
 
 
 async def test_other_paths_name_the_setting_and_the_setting_decides() -> None:

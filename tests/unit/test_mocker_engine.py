@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import struct
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,6 +24,7 @@ from mocker.engine.profile import Profile
 from mocker.settings import KvEvents, MockSettings
 from mocker.turns import TurnService
 from tests.support.fakes import in_virtual_time
+from tests.support.kv_events import Blocks, Frames, events, number, recorded, shape
 from tests.support.mocks import CHAT, Worker, eventually
 
 QUICK = replace(profiles.load("quick"), blocks=256)
@@ -229,10 +229,11 @@ def test_metrics_have_vllms_names(clean: Worker) -> None:
 # --- KV events -------------------------------------------------------------------------------------------------------
 
 
-class Subscriber:
-    """What a router would know of one rank: which blocks there are, by all tokens up to their end."""
+class Subscriber(Blocks):
+    """What a router would know of one rank."""
 
     def __init__(self, worker: Worker, rank: int = 0) -> None:
+        super().__init__()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.subscribe(b"")
@@ -241,75 +242,42 @@ class Subscriber:
         self._replay = said["kv_replay"]
         self.rank = rank
         self.size = said["block_size"]
-        self.expected = 0
-        self.chains: dict[int, tuple[int, ...]] = {}
-        self.kinds: list[str] = []
-        self.stored: list[dict[str, Any]] = []
 
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def replay(self, first: int = 0) -> int:
-        """Ask for all from there on; returns how many batches came."""
-        count = 0
+    def asked(self, first: int = 0) -> list[Frames]:
+        """All from there on, and the end mark."""
+        found: list[Frames] = []
         with self._context.socket(zmq.DEALER) as asking:
             asking.connect(self._replay)
             asking.send_multipart((b"", first.to_bytes(8, "big")))
-            while asking.poll(10_000):
-                empty, topic, number, payload = asking.recv_multipart()
-                assert (empty, topic) == (b"", b"")
-                if number == b"\xff" * 8:
-                    assert payload == b""
-                    return count
-                self._read(number, payload)
-                count += 1
-        raise AssertionError("the replay has no end")
+            while not found or number(found[-1]) != -1:
+                assert asking.poll(10_000), "the replay has no end"
+                empty, topic, at, payload = asking.recv_multipart()
+                assert empty == b""
+                found.append((topic, at, payload))
+        return found
+
+    def replay(self, first: int = 0) -> int:
+        """Ask for all from there on; returns how many batches came."""
+        *batches, _ = self.asked(first)
+        for frames in batches:
+            self.read(frames, self.rank)
+        return len(batches)
 
     def catch_up(self) -> None:
         """Read what has been published; what was before the subscription is asked for."""
         self.replay(self.expected)
         while self._socket.poll(0):
-            _, number, payload = self._socket.recv_multipart()
-            if int.from_bytes(number, "big") >= self.expected:
-                self._read(number, payload)
+            topic, at, payload = self._socket.recv_multipart()
+            if int.from_bytes(at, "big") >= self.expected:
+                self.read((topic, at, payload), self.rank)
 
-    def _read(self, number: bytes, payload: bytes) -> None:
-        (read,) = struct.unpack(">q", number)
-        assert read == self.expected
-        self.expected += 1
-        at, events, rank = msgspec.msgpack.decode(payload)
-        assert abs(time.time() - at) < 600
-        assert rank == self.rank
-        for event in events:
-            self.kinds.append(event["type"])
-            match event:
-                case {"type": "BlockStored"}:
-                    self._store(event)
-                case {"type": "BlockRemoved", "block_hashes": hashes, "medium": "GPU", "group_idx": 0}:
-                    for each in hashes:
-                        del self.chains[each]
-                case {"type": "AllBlocksCleared"}:
-                    self.chains.clear()
-
-    def _store(self, event: dict[str, Any]) -> None:
-        self.stored.append(event)
-        assert event["block_size"] == self.size
-        assert len(event["token_ids"]) == len(event["block_hashes"]) * self.size
-        parent = event["parent_block_hash"]
-        tokens = () if parent is None else self.chains[parent]
-        for at, each in enumerate(event["block_hashes"]):
-            assert each not in self.chains
-            tokens += tuple(event["token_ids"][at * self.size : (at + 1) * self.size])
-            self.chains[each] = tokens
-
-    def overlap(self, worker: Worker, *texts: str) -> int:
+    def predicted(self, worker: Worker, *texts: str) -> int:
         """How many tokens of the prompt are cached, by what it was told."""
         said = worker.http.post("/tokenize", json={"messages": messages(*texts)}).json()["tokens"]
-        known = set(self.chains.values())
-        tokens = 0
-        while tokens + self.size < len(said) and tuple(said[: tokens + self.size]) in known:
-            tokens += self.size
-        return tokens
+        return self.overlap(said)
 
 
 @pytest.fixture
@@ -327,7 +295,7 @@ def test_what_events_promise_is_what_the_engine_finds(clean: Worker, heard: Subs
         session = turn * 7 % 12
         history = histories.setdefault(session, [LONG + f"I am guest {session % 5}. " * 20])
         heard.catch_up()
-        expected = heard.overlap(clean, *history)
+        expected = heard.predicted(clean, *history)
         cached, _, answer = ask(clean, *history, max_tokens=24)
         assert cached == expected, (turn, session)
         history += [answer, f"And now, in turn {turn}? " * 12]
@@ -353,6 +321,55 @@ def test_events_that_were_missed_are_replayed_from_where_one_asks(clean: Worker,
         assert late.replay(heard.expected) == 0
     finally:
         late.close()
+
+
+def test_events_are_what_a_real_vllm_sends(clean: Worker, heard: Subscriber) -> None:
+    """By a recording: the same kinds, names and types, and the same frames around them."""
+    real: dict[str, list[Any]] = {}
+    numbers = recorded().run("numbers")
+    for step in numbers.steps:
+        for frames in step.frames:
+            for event in events(frames):
+                real.setdefault(event["type"], []).append(shape(event))
+    clean.http.post("/v1/load_lora_adapter", json={"lora_name": "poet"}).raise_for_status()
+    try:
+        for at in range(12):  # until there is no room
+            ask(clean, LONG + f"{at} " * 200)
+        ask(clean, LONG, model="poet")
+        ask(clean, LONG, cache_salt="mine")
+    finally:
+        clean.http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).raise_for_status()
+    clean.http.post("/reset_prefix_cache").raise_for_status()
+    first = heard.expected
+    *batches, end = heard.asked(first)
+    mine = [event for frames in batches for event in events(frames)]
+    assert {event["type"] for event in mine} == set(real) == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+    for event in mine:
+        assert shape(event) in real[event["type"]], event
+    assert {len(event["block_hashes"]) for event in mine if event["type"] == "BlockRemoved"} == {1}
+    [adapter] = {event["lora_id"] for event in mine if event.get("lora_name") == "poet"}
+    assert adapter >= 1
+    assert end == numbers.replayed[-1]
+    told = numbers.steps[0].frames[0]
+    assert [len(each) for each in batches[0][:2]] == [len(each) for each in told[:2]]
+    assert shape(msgspec.msgpack.decode(batches[0][2])[::2]) == shape(msgspec.msgpack.decode(told[2])[::2])
+
+
+@pytest.mark.parametrize("name", ["numbers", "ranks"])
+def test_what_a_real_vllm_has_said_foretells_what_it_found(name: str) -> None:
+    """So the recording is read as it is meant: `cached` is vLLM's own count."""
+    run = recorded().run(name)
+    ranks: dict[int, Blocks] = {}
+    for step in run.steps:
+        blocks = ranks.setdefault(step.rank, Blocks())
+        if step.prompt:
+            assert blocks.overlap(step.prompt, step.adapter, step.salt) == step.cached, step.what
+        for frames in step.frames:
+            blocks.read(frames, step.rank)
+    assert {blocks.size for blocks in ranks.values()} == {run.block_size}
+    published = [frames for step in run.steps if step.rank == 0 for frames in step.frames]
+    assert run.replayed[:-1] == published[run.replayed_from :]
+    assert run.replayed[-1] == (b"", b"\xff" * 8, b"")
 
 
 def test_a_cleared_cache_is_told(clean: Worker, heard: Subscriber) -> None:

@@ -212,7 +212,7 @@ def test_operators_decide_about_workers(router: str, capsys: pytest.CaptureFixtu
         cordoned = listed()["w1"]
         assert cordoned["mark"] == "cordoned"
         assert cordoned["by"].endswith(f"@{socket.gethostname()}")
-        assert cordoned["by"] in say("list")
+        assert f"cordoned by {cordoned['by']}" in say("list")
         assert say("drain", "w1", "--deadline", "600").startswith("w1 is draining, until 2")
         assert listed()["w1"]["deadline"] == pytest.approx(time.time() + 600, abs=60)
         assert say("add", "http://127.0.0.1:19,name=a/b-c") == "a/b-c is added\n"

@@ -1,0 +1,174 @@
+"""`python -m tests.clients.record_events`: what the installed vLLM says of its blocks, into `tests/unit/files/`.
+
+Two engines: one with numbers as hashes and room for a few blocks, so that it removes some, with an adapter and a salt;
+and one with two ranks, a topic, and bytes as hashes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import zmq
+
+from tests.clients.vllm import MODEL, installed, make_model, standing_vllm, version
+from tests.support.kv_events import Frames, Recording, Run, Step, number, write
+from tests.support.tcp import free_ports
+
+BLOCK_SIZE, BLOCKS = 32, 12
+QUIET_SECONDS = 1.5
+"""So long after the last message none comes any more."""
+ANSWER_SECONDS = 120
+ADAPTER = "poet"
+_OPTIONS = [f"--block-size={BLOCK_SIZE}", f"--num-gpu-blocks-override={BLOCKS}", f"--max-model-len={8 * BLOCK_SIZE}"]
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of so many free ones that follow each other: each rank has the next."""
+    while True:
+        [first] = free_ports(1)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+class Recorder:
+    """Asks an engine, and listens to its ranks."""
+
+    def __init__(self, url: str, context: zmq.Context[Any], events: Sequence[str], replay: str) -> None:
+        self._url = url
+        self._context = context
+        self._replay = replay
+        self._sockets = []
+        for endpoint in events:
+            listening = context.socket(zmq.SUB)
+            listening.subscribe(b"")
+            listening.connect(endpoint)
+            self._sockets.append(listening)
+        self.steps: list[Step] = []
+
+    def complete(self, what: str, prompt: list[int], *, rank: int = 0, **more: Any) -> None:
+        """A prompt of tokens."""
+        self._ask(what, "/v1/completions", prompt, rank, {"prompt": prompt} | more)
+
+    def chat(self, what: str, text: str, **more: Any) -> None:
+        messages = [{"role": "user", "content": text}]
+        tokens = self._post("/tokenize", {"model": MODEL, "messages": messages})["tokens"]
+        self._ask(what, "/v1/chat/completions", tokens, 0, {"messages": messages} | more)
+
+    def order(self, what: str, path: str) -> None:
+        self._post(path, {})
+        self.steps.append(Step(what, 0, [], 0, self._heard(0)))
+
+    def replay(self, first: int) -> list[Frames]:
+        with self._context.socket(zmq.DEALER) as asking:
+            asking.connect(self._replay)
+            asking.send_multipart((b"", first.to_bytes(8, "big")))
+            found: list[Frames] = []
+            while not found or number(found[-1]) != -1:
+                assert asking.poll(ANSWER_SECONDS * 1000), "the replay has no end"
+                empty, topic, at, payload = asking.recv_multipart()
+                assert empty == b""
+                found.append((topic, at, payload))
+        return found
+
+    def _ask(self, what: str, path: str, prompt: list[int], rank: int, body: dict[str, Any]) -> None:
+        body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | body
+        usage = self._post(path, body, rank)["usage"]
+        assert usage["prompt_tokens"] == len(prompt)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        adapter = body["model"] if body["model"] != MODEL else ""
+        salt = body.get("cache_salt", "")
+        self.steps.append(Step(what, rank, prompt, cached, self._heard(rank), adapter, salt))
+
+    def _post(self, path: str, body: dict[str, Any], rank: int = 0) -> Any:
+        headers = {"content-type": "application/json", "x-data-parallel-rank": str(rank)}
+        request = Request(f"{self._url}{path}", json.dumps(body).encode(), headers)
+        try:
+            with urlopen(request, timeout=ANSWER_SECONDS) as answer:
+                text = answer.read()
+        except HTTPError as error:
+            raise AssertionError(f"{path}: {error.read().decode(errors='replace')}") from error
+        return json.loads(text) if text else None
+
+    def _heard(self, rank: int) -> list[Frames]:
+        found: list[Frames] = []
+        while self._sockets[rank].poll(int(QUIET_SECONDS * 1000)):
+            topic, at, payload = self._sockets[rank].recv_multipart()
+            found.append((topic, at, payload))
+        return found
+
+
+def record(name: str, model: Path, folder: Path, options: list[str], settings: dict[str, str], topic: str) -> Run:
+    ranks = 2 if "--data-parallel-size=2" in options else 1
+    first = consecutive_ports(2 * ranks)
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{first}",
+        "replay_endpoint": f"tcp://*:{first + ranks}",
+        "topic": topic,
+    }
+    started = [*options, f"--kv-events-config={json.dumps(config)}"]
+    log = folder / f"{name}.log"
+    print(f"{name}: {log}", flush=True)
+    with standing_vllm(model, log, *started, **settings) as url, zmq.Context() as context:
+        endpoints = [f"tcp://127.0.0.1:{first + rank}" for rank in range(ranks)]
+        recorder = Recorder(url, context, endpoints, f"tcp://127.0.0.1:{first + ranks}")
+        time.sleep(QUIET_SECONDS)  # until it has heard that we listen
+        (_ranks if ranks > 1 else _blocks)(recorder)
+        replay_from = 1
+        replayed = recorder.replay(replay_from)
+        context.destroy(linger=0)
+    kept = [option for option in options if str(folder) not in option]
+    return Run(name, kept, settings, BLOCK_SIZE, recorder.steps, replay_from, replayed)
+
+
+def _blocks(recorder: Recorder) -> None:
+    one = [100 + at for at in range(3 * BLOCK_SIZE + 4)]
+    recorder.complete("three blocks and a bit", one)
+    recorder.complete("the same again", one)
+    recorder.complete("all are told again on request", one, vllm_xargs={"kv_cache_report_mode": "full"})
+    recorder.complete("one block more, of a session", [*one, *range(270, 300)], session_id="ticket-42")
+    recorder.complete("a block is filled by the answer", [*range(200, 230)], max_tokens=BLOCK_SIZE + 4)
+    recorder.chat("a chat", "Where is my coat? " * 3)
+    recorder.chat("a chat with a salt", "Where is my coat? " * 3, cache_salt="mine")
+    recorder.complete("an adapter's", one[: 2 * BLOCK_SIZE + 2], model=ADAPTER)
+    recorder.complete("no room: some are removed", [*range(300, 300 + 5 * BLOCK_SIZE + 1)])
+    recorder.order("the cache is cleared", "/reset_prefix_cache")
+    recorder.complete("and filled again", one[: BLOCK_SIZE + 1])
+
+
+def _ranks(recorder: Recorder) -> None:
+    for rank in (0, 1):
+        recorder.complete(f"rank {rank}", [*range(100, 100 + 2 * BLOCK_SIZE + 1)], rank=rank)
+        recorder.complete(f"rank {rank}, one block more", [*range(100, 100 + 3 * BLOCK_SIZE + 1)], rank=rank)
+
+
+def main() -> int:
+    if not installed():
+        print("vllm is not installed: python -m tests.clients.install vllm", file=sys.stderr)
+        return 1
+    folder = Path(tempfile.mkdtemp(prefix="record-events-"))
+    model = make_model(folder / "model")
+    adapters = ["--enable-lora", f"--lora-modules={ADAPTER}={model / 'adapter'}"]
+    numbers = record("numbers", model, folder, [*_OPTIONS, *adapters], {"VLLM_SERVER_DEV_MODE": "1"}, "")
+    write(Recording(f"vLLM {version()}", [numbers]))
+    settings = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
+    ranks = record("ranks", model, folder, [*_OPTIONS, "--data-parallel-size=2"], settings, "kv")
+    write(Recording(f"vLLM {version()}", [numbers, ranks]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -44,6 +44,7 @@ import msgspec
 from app.errors import TurnError
 from app.fleet.candidates import Candidates
 from app.fleet.capacity import Full
+from app.fleet.loads import Place
 from app.fleet.naming import Naming
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
@@ -89,6 +90,23 @@ class Placement(msgspec.Struct, frozen=True):
     """Where the turn holds a slot already: there it goes, if it is free to choose."""
     full_too: bool = False
     """Also where nobody has room: it waits for its slot at another replica."""
+    place: Place | None = None
+    """The turn's, which its own code ends; None: it is served elsewhere, or there is none."""
+
+    def reserve(self, target: Target) -> contextlib.AbstractContextManager[None]:
+        """While a claim is made for it at the target."""
+        return (self.place or _nobodys()).claiming(target)
+
+    def goes(self, target: Target | None) -> None:
+        """The turn is to go there; None: that is not known yet."""
+        if self.place is not None and target is not None:
+            self.place.at(target)
+
+
+def _nobodys() -> Place:
+    place = Place()
+    place.end()
+    return place
 
 
 ANYWHERE = Placement()
@@ -152,7 +170,7 @@ class Resolver:
                 raise placement.refusal
             else:
                 target, alone = await self._place(key, placement), None
-            with target.reserve():
+            with placement.reserve(target):
                 outcome = await claims.create(
                     key,
                     target,
@@ -163,6 +181,7 @@ class Resolver:
                     until=until,
                 )
             if not outcome.created:
+                placement.goes(self._meant(outcome.claim))
                 claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
                 if known is None and self._claims.gave_up(claim):
                     known = await self._served_elsewhere(key)
@@ -226,7 +245,9 @@ class Resolver:
         known: Entry | None,
     ) -> tuple[Entry, str]:
         hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
-        elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
+        elsewhere = Placement(
+            hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too, place=placement.place
+        )
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -239,7 +260,7 @@ class Resolver:
         try:
             # Before the claim is closed: where nothing can be chosen, it stays.
             target = await self._place(key, elsewhere, lost)
-            with target.reserve():
+            with elsewhere.reserve(target):
                 if claim is not None:
                     await self._claims.close(claim, until)
                 generation = 0 if claim is None else claim.value.generation + 1
@@ -371,7 +392,7 @@ class Resolver:
         served_at = known.alone.served_at if known.alone is not None else 0.0
         for _ in range(_KEEP_TRIES):
             snapshot = self._entries.snapshot(key)
-            with target.reserve():
+            with placement.reserve(target):
                 await self._claims.close(claim, until)
                 outcome = await self._claims.create(
                     key,

@@ -125,6 +125,7 @@ async def check_where_they_went(fleet: Fleet, lost: Worker, sessions: Sequence[s
     assert max(shares.values()) <= 1.5 * SESSIONS / len(fleet.left), shares
 
 
+@pytest.mark.timeout(300)  # hundreds of turns, each on a connection of its own: a busy machine takes its time
 async def test_killed_under_load_no_turn_that_had_not_begun_to_stream_fails(fleet: Fleet) -> None:
     doomed = fleet.doom()
     sessions = await bound_to(fleet, doomed)

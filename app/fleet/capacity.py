@@ -317,7 +317,10 @@ class Capacity:
         if first is None:
             return False
         # Offered again: the fleet must know what was chosen from last (`Fleet.note_placed`).
-        self._grant(first, first.target or self._policy(self._offer(first.choice)))
+        target = first.target or self._policy(self._offer(first.choice))
+        if not _has_room(target):  # whatever a policy picks, a limit is one
+            return False
+        self._grant(first, target)
         return True
 
     def _among(self, choice: Choice) -> frozenset[str] | None:

@@ -3,7 +3,8 @@ replicas have there, and that they owe answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Generic, Protocol, TypeVar
 
 from app.fleet.health import Health
@@ -97,6 +98,60 @@ class Others(Generic[T]):
     def drop(self, now: float) -> None:
         for replica in [replica for replica, (at, _) in self._said.items() if now - at >= WORD_STANDS]:
             self.heard(replica, {}, now)
+
+
+class Awaiting(Protocol):
+    """A target."""
+
+    reserved: int
+    claiming: int
+
+
+class Place:
+    """What a turn is of load between its being placed and its attempt, which counts by itself: once, where it is to go,
+    however that changes; until its `end`, which must come. What is `held` already, a slot there, counts by itself."""
+
+    __slots__ = ("_coming", "_held", "_making", "_target")
+
+    def __init__(self, held: Awaiting | None = None) -> None:
+        self._held = held
+        self._target: Awaiting | None = None
+        """Where it counts."""
+        self._coming = True
+        self._making = False
+
+    def at(self, target: Awaiting) -> None:
+        """It is to go there."""
+        if self._coming:
+            self._count(target)
+
+    @contextlib.contextmanager
+    def claiming(self, target: Awaiting) -> Iterator[None]:
+        """While a claim is made for it there, which is a session to come. It counts all that while: others may wait for
+        that claim when it has left."""
+        self._making = True
+        self._count(target)
+        target.claiming += 1
+        try:
+            yield
+        finally:
+            target.claiming -= 1
+            self._making = False
+            if not self._coming:
+                self._count(None)
+
+    def end(self) -> None:
+        """Its attempt begins now, or it goes nowhere. Idempotent."""
+        self._coming = False
+        if not self._making:
+            self._count(None)
+
+    def _count(self, target: Awaiting | None) -> None:
+        if self._target is not None:
+            self._target.reserved -= 1
+        self._target = None if target is self._held else target
+        if self._target is not None:
+            self._target.reserved += 1
 
 
 class Owed:

@@ -154,20 +154,21 @@ class Worker:
 class Target:
     """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
-    `in_flight` counts attempts that hold a slot, `reserved` claims being made for it, `queued` turns that wait for a
-    slot here, `sessions` those that this replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are
-    the other replicas' (`Fleet.heard`). `limit`: how many may be in flight at once, 0: any number.
+    `in_flight` counts attempts that hold a slot, `reserved` turns that are placed here and have not begun one,
+    `claiming` claims being made for it (`Place`), `queued` turns that wait for a slot here, `sessions` those that this
+    replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are the other replicas' (`Fleet.heard`).
+    `limit`: how many may be in flight at once, 0: any number.
     """
 
-    __slots__ = ("headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved", "sessions",
-                 "sessions_elsewhere", "turns_elsewhere", "worker")  # fmt: skip
+    __slots__ = ("claiming", "headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved",
+                 "sessions", "sessions_elsewhere", "turns_elsewhere", "worker")  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None, limit: int = 0) -> None:
         self.worker = worker
         self.rank = rank
         self.limit = limit
         self.in_flight = 0
-        self.reserved = 0
+        self.reserved = self.claiming = 0
         self.queued = 0
         self.sessions = 0
         self.turns_elsewhere = self.sessions_elsewhere = 0
@@ -188,21 +189,12 @@ class Target:
     @property
     def settled(self) -> int:
         """In sessions: the fleet's, and those to come."""
-        return self.sessions + self.reserved + self.sessions_elsewhere
+        return self.sessions + self.claiming + self.sessions_elsewhere
 
     @property
     def full(self) -> bool:
-        """Has no room for what could go elsewhere: claims being made for it will want a slot."""
+        """Has no room for what could go elsewhere: what is placed here will want a slot."""
         return 0 < self.limit <= self.in_flight + self.reserved
-
-    @contextlib.contextmanager
-    def reserve(self) -> Iterator[None]:
-        """While a claim is made for it, which is load to come."""
-        self.reserved += 1
-        try:
-            yield
-        finally:
-            self.reserved -= 1
 
 
 class Fleet:

@@ -38,6 +38,10 @@ class ConnectRefused(ConnectFailed):
     """The host answered that nobody listens there: the worker's process is gone."""
 
 
+class ConnectReset(ConnectFailed):
+    """The host took the connection and dropped it at once: what listens there is dying, or has no room."""
+
+
 class NameUnknown(ConnectFailed):
     """The worker's name could not be looked up, now or ever: the name server's trouble, and nothing of the worker."""
 
@@ -455,7 +459,9 @@ class Pool:
         except OSError as error:  # ssl.SSLError and socket.gaierror are OSErrors
             if error.errno in _OUR_FAULT:
                 raise LocalLimit(f"the router cannot open another connection: {error.strerror}") from error
-            kind = ConnectRefused if error.errno == errno.ECONNREFUSED else ConnectFailed
+            kind = ConnectReset if isinstance(error, ConnectionError) else ConnectFailed
+            if error.errno == errno.ECONNREFUSED:
+                kind = ConnectRefused
             raise kind(error.strerror or str(error) or type(error).__name__) from error
         # Counted only now: uvloop never says connection_lost to one whose making was cancelled after connection_made.
         if connection.connected:

@@ -89,7 +89,7 @@ class Binding:
             self._hold(known)  # a turn of the session already: a final one that ends meanwhile leaves the close to us
         try:
             resolve = functools.partial(affinity._resolver.resolve, self._key, placement)
-            self._came(await affinity._agreed(self._key, resolve, self._hold))
+            self._came(await affinity._agreed(self._key, resolve, self._hold), placement)
         except BaseException:  # also when cancelled: what is held is given back, and it is raised on
             self._let_go()
             raise
@@ -110,10 +110,12 @@ class Binding:
                 break
         else:
             raise TurnError("no_worker", "the session's worker cannot be reached and no other one could be agreed on")
-        self._came("degraded" if self._entry is not None and self._entry.claim is None else "rebound")
+        self._came("degraded" if self._entry is not None and self._entry.claim is None else "rebound", placement)
 
-    def _came(self, how: str) -> None:
+    def _came(self, how: str, placement: Placement) -> None:
         self.how = how
+        if self._entry is not None:
+            placement.goes(self.target)
         if self._entry is not None and self._affinity._logs(self._key):
             rank = "" if self.target.rank is None else f" rank {self.target.rank}"
             name, worker = shown(self._key), self.target.worker.name

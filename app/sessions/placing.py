@@ -3,11 +3,14 @@ agree that can ask nobody."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import msgspec
 
 from app.errors import TurnError
 from app.fleet.candidates import Candidates
 from app.fleet.capacity import Full
+from app.fleet.loads import Place
 from app.fleet.naming import Naming
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
@@ -34,6 +37,23 @@ class Placement(msgspec.Struct, frozen=True):
     """Where the turn holds a slot already: there it goes, if it is free to choose."""
     full_too: bool = False
     """Also where nobody has room: it waits for its slot at another replica."""
+    place: Place | None = None
+    """The turn's, which its own code ends; None: it is served elsewhere, or there is none."""
+
+    def reserve(self, target: Target) -> AbstractContextManager[None]:
+        """While a claim is made for it at the target."""
+        return (self.place or _nobodys()).claiming(target)
+
+    def goes(self, target: Target | None) -> None:
+        """The turn is to go there; None: that is not known yet."""
+        if self.place is not None and target is not None:
+            self.place.at(target)
+
+
+def _nobodys() -> Place:
+    place = Place()
+    place.end()
+    return place
 
 
 ANYWHERE = Placement()

@@ -124,7 +124,7 @@ class Resolver:
                 raise placement.refusal
             else:
                 target, alone = await self._placer.place(key, placement), None
-            with target.reserve():
+            with placement.reserve(target):
                 outcome = await claims.create(
                     key,
                     target,
@@ -135,6 +135,7 @@ class Resolver:
                     until=until,
                 )
             if not outcome.created:
+                placement.goes(self._meant(outcome.claim))
                 claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
                 if known is None and self._claims.gave_up(claim):
                     known = await self._served_elsewhere(key)
@@ -198,7 +199,9 @@ class Resolver:
         known: Entry | None,
     ) -> tuple[Entry, str]:
         hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
-        elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
+        elsewhere = Placement(
+            hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too, place=placement.place
+        )
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -211,7 +214,7 @@ class Resolver:
         try:
             # Before the claim is closed: where nothing can be chosen, it stays.
             target = await self._placer.place(key, elsewhere, lost)
-            with target.reserve():
+            with elsewhere.reserve(target):
                 if claim is not None:
                     await self._claims.close(claim, until)
                 generation = 0 if claim is None else claim.value.generation + 1
@@ -343,7 +346,7 @@ class Resolver:
         served_at = known.alone.served_at if known.alone is not None else 0.0
         for _ in range(_KEEP_TRIES):
             snapshot = self._entries.snapshot(key)
-            with target.reserve():
+            with placement.reserve(target):
                 await self._claims.close(claim, until)
                 outcome = await self._claims.create(
                     key,

@@ -32,6 +32,8 @@ T = TypeVar("T")
 _AT_ONCE = 32
 _AT_ONCE_PAUSE = 0.02
 _LONGEST_PAUSE = 5.0
+_FIRST_FILE_PAUSE, _LONGEST_FILE_PAUSE = 0.5, 60.0
+"""Seconds; each try at a file system that hangs costs a thread."""
 _ENDS_REMEMBERED = 10_000
 _LOOK_AGAIN = 15.0
 """Seconds after the end of a session that ended while the store was away: by then every other replica that served it
@@ -269,23 +271,33 @@ class Closer:
 
     async def resume(self) -> None:
         """Do what replicas before this one have left."""
-        try:
-            left = [] if self._files is None else await self._files.load()
-        except OSError as error:
-            log.warning("closes that an earlier replica may have left cannot be read: %s", error)
+        if self._files is None:
             return
-        for file, endings in left:
+        left = await self._insist(self._files.load, "closes that an earlier replica may have left cannot be read")
+        for file, endings in left or ():
             tasks = [self._begin(ending, None) for ending in endings]
-            self._tasks.spawn(self._remove(file, tasks))
+            self._tasks.spawn(self._remove(self._files, file, tasks))
 
-    async def _remove(self, file: Path, tasks: Sequence[asyncio.Task[None]]) -> None:
+    async def _remove(self, files: EndingFiles, file: Path, tasks: Sequence[asyncio.Task[None]]) -> None:
         if tasks:
             await asyncio.wait(tasks)
-        try:
-            if self._files is not None:
-                await self._files.remove(file)
-        except OSError as error:
-            log.warning("%s is done and cannot be removed: %s", file, error)
+        await self._insist(lambda: files.remove(file), f"{file} is done and cannot be removed")
+
+    async def _insist(self, work: Callable[[], Awaitable[T]], failing: str) -> T | None:
+        """What comes of `work` at the files, which a busy machine may keep waiting at first. It is tried again until
+        the claims that stand in them have ended by themselves: then nothing comes of it. `failing` is said once."""
+        until, delay, said = self._claims.clock() + LIFETIME * self._claims.ttl, _FIRST_FILE_PAUSE, False
+        while True:
+            try:
+                return await work()
+            except OSError as error:
+                if not said:
+                    log.warning("%s; it is tried again: %s", failing, error)
+                said = True
+            if self._claims.clock() + delay >= until:
+                return None
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_FILE_PAUSE)
 
     async def leave(self) -> None:
         """Finish within the limit, and leave what is not done for the next replica."""

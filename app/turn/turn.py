@@ -21,6 +21,7 @@ import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.capacity import Bounds, Capacity, Choice, Full
+from app.fleet.loads import Place
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
@@ -637,7 +638,7 @@ class Turn:
         slots = self._slots
         if slots is None or not waits or placement.candidates or placement.refusal or slots.allowed:
             try:
-                await self._claim(work(placement))
+                await self._claim(work, placement, None)
                 return
             except Full:
                 if slots is None or not waits:
@@ -645,7 +646,7 @@ class Turn:
         while True:
             target = await self._wait_anywhere(slots, lost)
             with contextlib.suppress(Full):  # its worker left just then
-                await self._claim(work(msgspec.structs.replace(placement, among=self._among, slot=target)))
+                await self._claim(work, msgspec.structs.replace(placement, among=self._among), target)
                 return
 
     async def _wait_anywhere(self, slots: Slots, lost: frozenset[str]) -> Target:
@@ -662,14 +663,21 @@ class Turn:
     def _choice(self, lost: frozenset[str]) -> Choice:
         return Choice(lost, self._request.fields.model or None, self._among)
 
-    async def _claim(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _claim(
+        self, work: Callable[[Placement], Coroutine[Any, Any, None]], placement: Placement, slot: Target | None
+    ) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody
-        waited for would be closed by nobody."""
-        if self._request.identity.final:
-            await self._presence.in_any_case(work)
-            self._presence.raise_if_gone()
-        else:
-            await self._presence.unless_gone(work)
+        waited for would be closed by nobody. `slot`: where one is held."""
+        place = Place(slot)
+        claims = work(msgspec.structs.replace(placement, slot=slot, place=place))
+        try:
+            if self._request.identity.final:
+                await self._presence.in_any_case(claims)
+                self._presence.raise_if_gone()
+            else:
+                await self._presence.unless_gone(claims)
+        finally:
+            place.end()  # from here on the turn goes on to its attempt, or to another choice, without a wait
 
     def _say(self, status: int, headers: list[Header], body: bytes) -> None:
         self._answer = Answer(self._exchange, self._presence, self._began)

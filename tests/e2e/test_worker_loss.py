@@ -125,6 +125,7 @@ async def check_where_they_went(fleet: Fleet, lost: Worker, sessions: Sequence[s
     assert max(shares.values()) <= 1.5 * SESSIONS / len(fleet.left), shares
 
 
+@pytest.mark.timeout(300)  # hundreds of turns, each on a connection of its own: a busy machine takes its time
 async def test_killed_under_load_no_turn_that_had_not_begun_to_stream_fails(fleet: Fleet) -> None:
     doomed = fleet.doom()
     sessions = await bound_to(fleet, doomed)
@@ -144,9 +145,7 @@ async def test_killed_under_load_no_turn_that_had_not_begun_to_stream_fails(flee
     await wait_until(lambda: load.served.total() >= at_the_kill + 2 * SESSIONS, 90)
     running = False
     await task
-    # A killed process that has no time to end takes connections for longer than it is asked (0.4 s).
-    assert len(load.failed) <= 1, load.failed
-    assert all("worker_reset" in each for each in load.failed), load.failed
+    assert load.failed == []
     for replica in fleet.replicas:
         retried = total(await metrics(replica), "coatcheck_attempts_retried_total", "worker_died")
         assert retried, "no turn waited for an answer when the worker was killed: the test shows too little"

@@ -17,7 +17,7 @@ from app.fleet.workers import Target
 from app.http.client import ClientLimits
 from app.http.worker import WorkerConnection
 from app.turn.turn import Limits
-from backends.base import OutcomeUnknown, StoreUnavailable
+from backends.base import ClaimValue, OutcomeUnknown, StoreUnavailable
 from tests.support.bench import FINAL, JSON, SESSION, Bench, bench
 from tests.support.client import Call
 from tests.support.fakes import settle
@@ -476,6 +476,47 @@ async def test_unreachable_worker_is_left_for_another() -> None:
         client = await b.get()
         assert (client.status, client.headers[b"x-coatcheck-worker"]) == (200, b"w1")
         assert b.metrics.retries.cells[("worker_unreachable",)] == 1  # the second turn knew
+
+
+async def test_turns_count_once_for_load_from_their_placing_to_their_end() -> None:
+    """At each step of the loop, whether their claim is made or another replica's stands; and those that leave count no
+    more."""
+    placed = 0
+    over = asyncio.Event()
+
+    def policy(candidates: Any) -> Any:
+        nonlocal placed
+        placed += 1
+        return min(candidates, key=lambda target: (target.load, target.placed))
+
+    async def waits(peer: Peer) -> None:
+        await peer.request()
+        await over.wait()
+        await peer.send(OK)
+
+    async with bench(waits, waits, waits, policy=policy) as b:
+        targets = [target for worker in b.fleet for target in worker.targets]
+        names = [b"s%d" % number for number in range(40)]
+        for name in names[:8]:
+            key = b.hasher.key(b"", name)
+            await b.store.create_or_get(key, ClaimValue(worker="w0", replica="other"), 60)
+        gate = b.store.before["create"] = asyncio.Event()
+        clients = [b.request((SESSION[0], name)).start() for name in names]
+        await until(lambda: b.store.calls["create"] == len(names) + 8)
+        assert placed == len(names) == sum(target.reserved for target in targets)
+        gate.set()
+        while (under_way := sum(target.in_flight for target in targets)) < len(names):
+            assert under_way + sum(target.reserved for target in targets) == len(names)
+            await asyncio.sleep(0)
+        shares = [target.in_flight for target in targets[1:3]]
+        assert max(shares) - min(shares) <= 1, shares
+        for client in clients[:10]:
+            client.leave()
+        await until(lambda: sum(target.load for target in targets) == 30)
+        over.set()
+        for client in clients:
+            await client.finish()
+        assert b.outcomes() == {"completed": 30, "aborted": 10}
 
 
 async def test_turn_without_a_session_moves_too() -> None:

@@ -302,6 +302,34 @@ async def test_a_worker_that_dies_alone_is_not_the_requests_fault() -> None:
         assert [(await b.get(JSON)).status for _ in range(2)] == [200, 200]
 
 
+@pytest.mark.parametrize("takes", ["and drops", "and keeps"])
+async def test_a_killed_worker_that_has_no_time_to_end_is_waited_for(takes: str) -> None:
+    """The kernel goes on to take connections for a process that was killed, and resets them when it gets to that."""
+
+    waiting = asyncio.Event()
+
+    async def dying(peer: Peer) -> None:
+        if not waiting.is_set():
+            await peer.request()
+            if len(peer.worker.requests) < 2:
+                await waiting.wait()
+            waiting.set()
+        elif takes == "and drops" and peer.number == 11:
+            await peer.worker.die()
+        elif takes == "and keeps" and peer.number == 2:
+            await asyncio.sleep(0.8)
+            await peer.worker.die()
+        elif takes == "and keeps":
+            await peer.gone()
+        peer.reset()
+
+    doomed = Worker(dying)
+    async with bench(doomed, answers(OK)) as b:
+        clients = await asyncio.gather(*(b.get(JSON) for _ in range(4)))
+        assert [client.status for client in clients] == [200] * 4, [client.json for client in clients]
+        assert len(doomed.requests) == 2
+
+
 # -- streams of events
 
 

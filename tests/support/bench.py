@@ -41,9 +41,9 @@ JSON = (b"content-type", b"application/json")
 
 
 def in_order(candidates: Candidates[Target]) -> Target:
-    """The policy of tests that are not about policies: the least loaded, and of equals one after the other in the
-    workers' order, where least-loaded has a session go by its hash."""
-    return min(candidates.trial or candidates, key=lambda target: (target.load, target.placed))
+    """The policy of tests that are not about policies: the least loaded with room, and of equals one after the other in
+    the workers' order, where least-loaded has a session go by its hash."""
+    return min(candidates.trial or candidates.compared(), key=lambda target: (target.load, target.placed))
 
 
 class Bench:

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from app.fleet.capacity import Bounds, Capacity, Choice, Full, Slot, Waiter
+from app.fleet.loads import Place as TurnsPlace
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, make_worker
 from app.http.inplace import Driven, Wake
@@ -469,11 +470,13 @@ def test_a_slot_of_a_cordoned_worker_goes_only_to_its_own() -> None:
 
 def test_claims_being_made_keep_their_room() -> None:
     place = Place(workers=1)
-    with place.targets[0].reserve():
+    coming = TurnsPlace()
+    with coming.claiming(place.targets[0]):
         assert place.targets[0].full
         waiter = place.wait()
         place.loop.run(1)
         assert waiter.queued
+    coming.end()
     place.loop.run(0.2)
     assert waiter.slot is not None
 

@@ -781,6 +781,52 @@ async def test_ends_that_are_pending_when_a_replica_ends_are_done_by_the_next(kn
             assert not folder.files
 
 
+class Hindered(Folder):
+    """One whose file system is in no hurry: reading, and then removing, fails some times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.loads = self.removals = times
+
+    async def load(self) -> list[tuple[Path, list[Ending]]]:
+        self.loads -= 1
+        if self.loads >= 0:
+            raise TimeoutError
+        return await super().load()
+
+    async def remove(self, file: Path) -> None:
+        self.removals -= 1
+        if self.removals >= 0:
+            raise OSError("it is busy")
+        await super().remove(file)
+
+
+@in_virtual_time
+async def test_what_was_left_is_looked_for_until_it_can_be_read_and_removed() -> None:
+    inner, folder = memory(), Hindered(4)
+    async with running(scripted(inner), name="r1") as r1:
+        await r1.visit()
+        await asyncio.sleep(5)
+        await folder.save([Ending(KEY, WALL + now())])
+    async with running(scripted(inner), endings=folder):
+        await asyncio.sleep(1)
+        assert await inner.get(KEY) is not None
+        await asyncio.sleep(20)
+        assert await inner.get(KEY) is None
+        assert folder.removals == -1
+        assert not folder.files
+
+
+@in_virtual_time
+async def test_what_was_left_is_not_looked_for_when_its_claims_have_ended() -> None:
+    folder = Hindered(1_000_000)
+    async with running(scripted(), endings=folder):
+        await asyncio.sleep(10 * TTL)
+        tries = folder.loads
+        await asyncio.sleep(10 * TTL)
+        assert folder.loads == tries
+
+
 @in_virtual_time
 async def test_ends_that_cannot_be_left_are_said_to_be_lost(caplog: pytest.LogCaptureFixture) -> None:
     store = scripted()

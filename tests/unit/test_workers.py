@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.fleet.health import Probe, Tolerance
+from app.fleet.loads import Place
 from app.fleet.policies import least_loaded
 from app.fleet.workers import Fleet, Target, Worker, WorkerError, make_worker, normal_url, worker_name
 
@@ -315,12 +316,41 @@ def test_each_change_is_told_once_with_its_evidence(caplog: pytest.LogCaptureFix
     assert workers["a"].cells.changes == {("up", "suspect"): 1}
 
 
-def test_load_counts_turns_and_claims_being_made() -> None:
-    (target,) = make("http://a:1").targets
-    target.in_flight = 2
-    with target.reserve(), target.reserve():
-        assert (target.in_flight, target.reserved, target.load) == (2, 2, 4)
-    assert (target.in_flight, target.reserved, target.load) == (2, 0, 2)
+def test_load_counts_a_turn_once_from_its_placing_to_its_attempt() -> None:
+    (a,), (b,) = make("http://a:1").targets, make("http://b:1").targets
+    a.in_flight = 2
+
+    def told() -> tuple[float, int, float, int]:
+        return a.load, a.settled, b.load, b.settled
+
+    place = Place()
+    with place.claiming(a):
+        assert told() == (3, 1, 0, 0)
+    assert told() == (3, 0, 0, 0)
+    place.at(b)  # the claim was another replica's
+    assert told() == (2, 0, 1, 0)
+    with place.claiming(a):  # it gives way
+        assert told() == (3, 1, 0, 0)
+    place.end()
+    place.end()
+    place.at(b)
+    assert told() == (2, 0, 0, 0)
+
+
+def test_a_claim_that_is_made_counts_when_its_turn_has_left_and_a_slot_that_is_held_counts_by_itself() -> None:
+    (a,), (b,) = make("http://a:1").targets, make("http://b:1").targets
+    place = Place()
+    with place.claiming(a):
+        place.end()
+        place.at(b)
+        assert (a.load, a.settled, b.load) == (1, 1, 0)
+    assert (a.load, a.settled, b.load) == (0, 0, 0)
+    with pytest.raises(ValueError, match="no"), place.claiming(a):
+        raise ValueError("no")
+    a.in_flight = 1
+    with Place(held=a).claiming(a):
+        assert (a.load, a.settled) == (1, 1)
+    assert (a.load, a.settled) == (1, 0)
 
 
 @given(st.text(max_size=30))

@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app import version
 from app.admin import add_admin
-from app.config import Settings, Workers, mask, state_folder
+from app.config import MIB, Settings, Workers, mask, state_folder
 from app.control import add_control_plane
 from app.events import EventLog
 from app.exposition import text
@@ -35,7 +35,8 @@ from app.fleet.discovery.urls import open_source
 from app.fleet.health import Tolerance
 from app.fleet.models import ModelLists
 from app.fleet.naming import Naming
-from app.fleet.policies import POLICIES
+from app.fleet.placement.prefix import Prefixes
+from app.fleet.policies import POLICIES, by_cache
 from app.fleet.probes import Prober, Probing
 from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker, worker_specs
 from app.gathering import Member
@@ -131,6 +132,8 @@ class Router(ControlPlane):
     capacity: Capacity | None = None
     """None: no turns are limited."""
     catalog: Catalog
+    foresight: Prefixes | None
+    """None: the policy does not ask for prompts."""
     tracing: Tracing | None = None
     """None: nobody wants spans."""
     metrics: Metrics
@@ -170,6 +173,7 @@ class Router(ControlPlane):
             judges_hints=settings.sessions.hints == "follow",
             aliases=parse_aliases(settings.workers.model_alias),
             traced=self.tracing is not None,
+            prompts=POLICIES[settings.workers.policy] is by_cache,
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=_turn_limits(settings))
@@ -219,6 +223,7 @@ def create_app(
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
     traffic, events = Traffic(metrics, fleet), EventLog()
     policy = POLICIES[settings.workers.policy]
+    foresight = Prefixes(metrics, memory=settings.workers.prefix_memory * MIB) if policy is by_cache else None
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
     keys = Keys.read(settings)
@@ -325,6 +330,7 @@ def create_app(
                         metrics=metrics,
                         catalog=catalog,
                         admins=admins_of_turns,
+                        foresight=foresight,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
                             reject_conflicts=settings.sessions.hint_conflict == "reject",
@@ -379,7 +385,7 @@ def create_app(
     app = Router("coatcheck", lifespan=lifespan)
     app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
     app.keys, app.hasher = keys, hasher
-    app.catalog = catalog
+    app.catalog, app.foresight = catalog, foresight
     app.discovery = Discovery(
         fleet,
         worker_maker(lambda: app.settings, tls),
@@ -622,6 +628,11 @@ def _register_gauges(app: Router) -> None:
         "coatcheck_queued_turns",
         "Turns that wait for a slot.",
         lambda: app.capacity.waiting if app.capacity is not None else 0,
+    )
+    metrics.gauge(
+        "coatcheck_placement_blocks",
+        "Blocks of prompts of which it is known who has them cached; with policies that do not ask: 0.",
+        lambda: 0 if app.foresight is None else len(app.foresight),
     )
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)

@@ -45,6 +45,7 @@ from app.errors import TurnError
 from app.fleet.candidates import Candidates
 from app.fleet.capacity import Full
 from app.fleet.naming import Naming
+from app.fleet.placement.foresight import Foreseen
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.logs import Ration, event, shown
@@ -87,6 +88,8 @@ class Placement(msgspec.Struct, frozen=True):
     """The names of the workers that will do; None: all."""
     slot: Target | None = None
     """Where the turn holds a slot already: there it goes, if it is free to choose."""
+    prompt: Foreseen | None = None
+    """The turn's, for a policy that places by that."""
     full_too: bool = False
     """Also where nobody has room: it waits for its slot at another replica."""
 
@@ -226,7 +229,7 @@ class Resolver:
         known: Entry | None,
     ) -> tuple[Entry, str]:
         hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
-        elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
+        elsewhere = msgspec.structs.replace(placement, candidates=hinted, parent=None, refusal=None, kept=False)
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -558,6 +561,8 @@ class Resolver:
             ):
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
+        if placement.prompt is not None and placement.prompt.waits:
+            await placement.prompt.read()
         return self._policy(self._candidates(lost, placement, key=key)), "policy", parent
 
     def guess(self, key: str) -> Target:
@@ -600,7 +605,9 @@ class Resolver:
         with_full: bool = False,
         key: str = "",
     ) -> Candidates[Target]:
-        candidates = self._fleet.candidates(lost, placement.among, trials=trials, with_full=with_full, key=key)
+        candidates = self._fleet.candidates(
+            lost, placement.among, trials=trials, with_full=with_full, key=key, prompt=placement.prompt
+        )
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

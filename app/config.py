@@ -167,6 +167,8 @@ class Workers(_Group, title="workers"):
         pattern=f"^({'|'.join(POLICIES)})$",
         description=f"Where new sessions go: {', '.join(POLICIES)}.",
     )
+    prefix_memory: int = Field(64, ge=1, le=65_536)
+    """MiB in which policy prefix remembers which prompts went where."""
     rank_header: Annotated[str, Spoken(wrong="not the name of a header; write one like X-data-parallel-rank")] = Field(
         "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
     )

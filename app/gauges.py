@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from app.fleet.capacity import Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
+from app.fleet.placement.prefix import Prefixes
 from app.fleet.workers import Fleet
 from app.metrics import SHOWN_STATES, Metrics
 from app.sessions.affinity import Affinity
@@ -24,9 +25,11 @@ def register_gauges(
     capacity: Capacity | None,
     catalog: Catalog,
     discovery: Discovery,
+    foresight: Prefixes | None,
     version: str,
 ) -> None:
-    """`capacity`: None where no turns are limited. To be called once."""
+    """To be called once. `capacity`: None where no turns are limited; `foresight`: None where the policy does not ask
+    for prompts."""
 
     def sessions() -> Iterator[tuple[str, float]]:
         counts = affinity.census()
@@ -43,6 +46,11 @@ def register_gauges(
         "coatcheck_queued_turns",
         "Turns that wait for a slot.",
         lambda: capacity.waiting if capacity is not None else 0,
+    )
+    metrics.gauge(
+        "coatcheck_placement_blocks",
+        "Blocks of prompts of which it is known who has them cached; with policies that do not ask: 0.",
+        lambda: 0 if foresight is None else len(foresight),
     )
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app import version
 from app.admin import add_admin
-from app.config import Settings
+from app.config import MIB, Settings
 from app.control import add_control_plane
 from app.events import EventLog
 from app.exposition import text
@@ -28,7 +28,8 @@ from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
 from app.fleet.models import ModelLists
 from app.fleet.naming import Naming
-from app.fleet.policies import POLICIES
+from app.fleet.placement.prefix import Prefixes
+from app.fleet.policies import POLICIES, by_cache
 from app.fleet.probes import Prober
 from app.fleet.workers import Fleet, worker_specs
 from app.gathering import Member
@@ -171,6 +172,7 @@ class Router(ControlPlane):
             judges_hints=settings.sessions.hints == "follow",
             aliases=parse_aliases(settings.workers.model_alias),
             traced=self.tracing is not None,
+            prompts=POLICIES[settings.workers.policy] is by_cache,
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=turn_limits(settings))
@@ -220,6 +222,7 @@ def create_app(
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
     traffic, events = Traffic(metrics, fleet), EventLog()
     policy = POLICIES[settings.workers.policy]
+    foresight = Prefixes(metrics, memory=settings.workers.prefix_memory * MIB) if policy is by_cache else None
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
     keys = Keys.read(settings)
@@ -326,6 +329,7 @@ def create_app(
                         metrics=metrics,
                         catalog=catalog,
                         admins=admins_of_turns,
+                        foresight=foresight,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
                             reject_conflicts=settings.sessions.hint_conflict == "reject",
@@ -361,6 +365,7 @@ def create_app(
                 capacity=app.capacity,
                 catalog=catalog,
                 discovery=app.discovery,
+                foresight=foresight,
                 version=version(),
             )
             app.claims = claims  # and the turns are there

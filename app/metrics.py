@@ -296,6 +296,14 @@ class Metrics:
             "Ids of what workers keep: noted from answers, and followed by requests.",
             {"outcome": KEPT_OUTCOMES},
         )
+        self.foreseen_tokens = Counter(
+            "coatcheck_foreseen_tokens",
+            "Tokens of prompts that were taken to be cached where their turns went, of those whose answers tell.",
+        )
+        self.found_tokens = Counter("coatcheck_found_tokens", "Tokens of the same prompts that were cached there.")
+        self.foresights_wrong = Counter(
+            "coatcheck_foresights_wrong", "Answers by which a target has lost what it was taken to have cached."
+        )
         self.queue_seconds = Histogram(
             "coatcheck_queue_seconds", "How long turns waited for a slot, of those that waited and got one.", _SECONDS
         )

@@ -25,8 +25,11 @@ from rich.table import Table
 
 from app import Trouble
 from app.fleet.candidates import Candidates
-from app.fleet.policies import POLICIES, Policy, rendezvous
+from app.fleet.placement.blocks import ENDS, Chained, full_blocks
+from app.fleet.placement.prefix import Prefixes
+from app.fleet.policies import POLICIES, Policy, by_cache, rendezvous
 from app.fleet.workers import Fleet, Target, make_worker
+from app.metrics import Metrics
 from app.replicas import BEAT
 from mocker import traces
 from mocker.engine import profile as profiles
@@ -38,6 +41,12 @@ from mocker.traces import Agents, Session, Turn
 GENERATOR = "agents"
 _WIDTH = 100
 _AGENTS = Agents(sessions=1000, rate=10.0)
+
+_TOKEN_BYTES = 4
+"""About what a token of English text has."""
+_PREFIX_MEMORY = 64 << 20
+_NAMED = 4
+"""Blocks by which what follows in a prompt is named."""
 
 Choice = Callable[[Session, Turn, Sequence[int]], int]
 """Picks one of some targets, for a turn that is free to go anywhere."""
@@ -180,8 +189,12 @@ def _show(rows: list[dict[str, Any]]) -> None:
 class Routed:
     """Replicas of the router that share claims. Turns reach them by chance."""
 
-    def __init__(self, policy: Policy, *, workers: int, ranks: int, replicas: int, models: int, seed: int) -> None:
+    def __init__(
+        self, policy: Policy, *, workers: int, ranks: int, replicas: int, models: int, seed: int, block_size: int = 16
+    ) -> None:
+        """`block_size`: tokens of a block of the sessions' chains."""
         self._policy = policy
+        self._block_bytes = block_size * _TOKEN_BYTES
         self._rng = random.Random(seed)
         self._now = 0.0
         self._among = [
@@ -204,7 +217,8 @@ class Routed:
         if claimed is not None:
             number = claimed[0]
         else:
-            number = replica.choose(self._policy, session.name, self._among[session.model])
+            text = _Text(session, turn, self._block_bytes)
+            number = replica.choose(self._policy, session.name, self._among[session.model], text)
             if session.name:
                 self._claims[session.name] = number, replica
                 replica.targets[number].sessions += 1
@@ -213,7 +227,9 @@ class Routed:
         return number
 
     def ended(self, session: Session, target: int, now: float, *, final: bool) -> None:
-        self._turns.pop(session).targets[target].in_flight -= 1
+        there = self._turns.pop(session).targets[target]
+        there.in_flight -= 1
+        there.worker.health.good += 1  # else it would owe its answers for ever
         if final and session.name:
             number, replica = self._claims.pop(session.name)
             replica.targets[number].sessions -= 1
@@ -253,12 +269,33 @@ class _Replica:
             clock=clock,
         )
         self.targets = [target for worker in self.fleet for target in worker.targets]
+        self._prefixes = Prefixes(Metrics(), memory=_PREFIX_MEMORY)
         self._numbers = {target: number for number, target in enumerate(self.targets)}
 
-    def choose(self, policy: Policy, key: str, among: frozenset[str] | None) -> int:
-        target = policy(self.fleet.candidates(among=among, key=key))
+    def choose(self, policy: Policy, key: str, among: frozenset[str] | None, text: Chained) -> int:
+        prompt = self._prefixes.prompt_of(text) if policy is by_cache else None
+        target = policy(self.fleet.candidates(among=among, key=key, prompt=prompt))
         self.fleet.note_placed(target)
+        if prompt is not None:
+            prompt.placed(target)
         return self._numbers[target]
+
+
+class _Text:
+    """A turn's prompt, as `prefix` sees it."""
+
+    def __init__(self, session: Session, turn: Turn, block_bytes: int) -> None:
+        self._chain, self._block_bytes = session.chain, block_bytes
+        self.size = turn.prompt * _TOKEN_BYTES
+
+    @property
+    def hashes(self) -> list[int]:
+        ends = (end // self._block_bytes for end in ENDS[: full_blocks(self.size)])
+        return [self._chain[end - 1] for end in ends if 0 < end <= len(self._chain)]
+
+    def name(self, blocks: int) -> str:
+        hashes = self.hashes
+        return str(hashes[min(blocks + _NAMED, len(hashes)) - 1])
 
 
 class Unrouted:
@@ -297,6 +334,7 @@ def _placer(args: argparse.Namespace, name: str, engines: Sequence[Scheduler]) -
             replicas=args.replicas,
             models=args.models,
             seed=args.seed,
+            block_size=engines[0].profile.block_size,
         )
     choose = _in_turn() if name == "turns" else partial(_best, engines)
     return Unrouted(choose, targets=len(engines), ranks=args.ranks, models=args.models)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 _POINTS = 8
@@ -45,6 +45,19 @@ class Placed(Protocol):
 
 
 T = TypeVar("T", bound=Placed)
+
+
+class Prompt(Protocol[T]):
+    """A request's prompt, for policies that place it by what is cached."""
+
+    def shares(self) -> Mapping[T, float]:
+        """What part of it, up to 1, each target has in its cache, as far as is known; of those that have any."""
+        ...
+
+    def name(self, beyond: float) -> str:
+        """For what follows on that part of it: the same for prompts that go on alike for a while, and on all replicas.
+        Empty: it is too short to be in a cache."""
+        ...
 
 
 def points_of(worker: str, rank: int | None) -> tuple[int, ...]:
@@ -85,7 +98,7 @@ class Lineup(Generic[T]):
 class Candidates(Collection[T]):
     """The targets that may serve one request. A policy picks one of at least one."""
 
-    __slots__ = ("_lineup", "_placements", "_room", "key", "trial")
+    __slots__ = ("_lineup", "_placements", "_room", "key", "prompt", "trial")
 
     def __init__(
         self,
@@ -95,10 +108,12 @@ class Candidates(Collection[T]):
         placements: int = 0,
         trial: tuple[T, ...] = (),
         room: bool = False,
+        prompt: Prompt[T] | None = None,
     ) -> None:
         """`key`: of the session that is placed; empty: the turn has none. `placements`: how many there have been.
         `trial`: the targets of a worker that is to be tried. `room`: some have limits; those that are full are passed
-        over as long as others are not."""
+        over as long as others are not. `prompt`: None where the policy does not ask for it, or there is none."""
+        self.prompt = prompt
         self._lineup, self.key, self._placements, self._room = lineup, key, placements, room
         self.trial = tuple(target for target in trial if not target.full) if room else trial
 

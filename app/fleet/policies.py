@@ -4,7 +4,7 @@ tells the fleet (`Fleet.note_placed`)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil, floor
 
 from app.errors import TurnError
@@ -18,6 +18,14 @@ WORKER_HINT = "X-Dynamo-Worker-Instance-ID"
 _MORE_LOAD = 0.25
 _MORE_SESSIONS = 0.1
 """How far above the mean a session's first target by hash may be, in load and in sessions, before it is passed over."""
+_CACHED_FOR_LOAD = 0.1
+"""What part of a prompt must be cached at a target that has once more to do than is usual, to be sent there."""
+_AT_MOST = 0.75
+"""How much more than usual, in turns or in sessions, a target may have that is given more because of its cache."""
+_FEW = 2
+"""More than usual is chance, and does not count."""
+_NEARLY = 0.1
+"""The part of the targets that may lack what nearly all have."""
 _OWING_TURNS, _OWING_TIMES = 4, 4.0
 """What a worker that owes much, and is in doubt (`Owed`), has more of load in placement: so many turns, and so many
 times as much. It is given some when others are that loaded: its prompts may just be long."""
@@ -39,7 +47,11 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
         some = candidates.compared()
         load, _ = _usual(some)
         return min(some, key=lambda each: (_weight(each, load), each.placed))
-    walk = candidates.walk()
+    return _first_with_room(candidates.walk(), candidates)
+
+
+def _first_with_room(walk: list[Target], candidates: Candidates[Target]) -> Target:
+    """The first of a walk that is below the bounds, else the least loaded."""
     compared = candidates.beside(walk)
     load, sessions = _usual(compared)
     load_after, sessions_after = load + 1 / len(compared), sessions + 1 / len(compared)
@@ -86,6 +98,49 @@ def _usual(targets: Sequence[Target]) -> tuple[float, float]:
     return load / count, sessions / count
 
 
+def by_cache(candidates: Candidates[Target]) -> Target:
+    """Where most of the prompt is cached, with an eye on the load.
+
+    A target's score is the part of the prompt that it has, less what it has to do above what is usual, in turns and in
+    sessions. What nearly all have counts for nothing: by that no target is better than another. Where nobody has more
+    than that, prompts that go on alike meet at the first target with room of a walk of their own, by hash, so that
+    replicas that have learnt nothing choose alike. The same target stands in for those that have it and are busy: a
+    prompt that many want spreads, one turn at a time, and the others stay where they are."""
+    prompt = candidates.prompt
+    if prompt is None or candidates.trial:
+        return least_loaded(candidates)
+    shares = {target: share for target, share in prompt.shares().items() if target in candidates and not target.full}
+    common = _common(shares, len(candidates))
+    name = prompt.name(common)
+    if not name:
+        return least_loaded(candidates)
+    walk = candidates.walk(name)
+    other = _first_with_room(walk, candidates)
+    load, sessions = _usual(candidates.beside(walk))
+
+    def above(target: Target) -> tuple[float, float]:
+        """How much more than usual it has, in turns and in sessions."""
+        turns = max(0.0, _weight(target, load) - load - _FEW) / (load + 1)
+        if not candidates.key:
+            return turns, 0.0
+        settled = target.settled + target.worker.newness * sessions
+        return turns, max(0.0, settled - sessions - _FEW) / (sessions + 1)
+
+    best, most = other, shares.get(other, 0.0) - _CACHED_FOR_LOAD * sum(above(other))
+    for target, share in shares.items():
+        turns, settled = above(target)
+        score = share - _CACHED_FOR_LOAD * (turns + settled)
+        if score > most and share > common and turns <= _AT_MOST and settled <= _AT_MOST:
+            best, most = target, score
+    return best
+
+
+def _common(shares: Mapping[Target, float], count: int) -> float:
+    """What part of a prompt nearly all of so many targets have."""
+    lacking = int(count * _NEARLY)
+    return sorted(shares.values())[lacking - count] if len(shares) >= count - lacking else 0.0
+
+
 def round_robin(candidates: Candidates[Target]) -> Target:
     """One after the other."""
     if candidates.trial:
@@ -103,7 +158,12 @@ def hint_required() -> TurnError:
     return TurnError("hint_required", f"this router places nothing by itself; name a worker in {WORKER_HINT}")
 
 
-POLICIES: dict[str, Policy] = {"least-loaded": least_loaded, "round-robin": round_robin, "direct": direct}
+POLICIES: dict[str, Policy] = {
+    "least-loaded": least_loaded,
+    "prefix": by_cache,
+    "round-robin": round_robin,
+    "direct": direct,
+}
 
 
 def rendezvous(key: str, candidates: Candidates[Target]) -> Target:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from app.fleet.candidates import Candidates, Lineup, points_of
+from app.fleet.candidates import Candidates, Lineup, Prompt, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance
 from app.fleet.loads import Others, Owed, Weights
 from app.http.headers import Header, Origin
@@ -97,6 +97,8 @@ class Worker:
         """It has left the fleet."""
         if self.known:
             self.known = False
+            for target in self.targets:
+                target.forget()
             self.changed()
 
     @property
@@ -151,6 +153,18 @@ class Worker:
         return sum(target.queued for target in self.targets)
 
 
+class Cache:
+    """What a target has in its KV cache: another one after each time that it has lost it."""
+
+    __slots__ = ("alone", "target")
+
+    def __init__(self, target: Target) -> None:
+        self.target: Target | None = target
+        """None: it has lost it, or is gone."""
+        self.alone = (self,)
+        """For blocks that nobody else has."""
+
+
 class Target:
     """Where a turn can go: a worker and, where it has data-parallel ranks, one of them.
 
@@ -160,7 +174,7 @@ class Target:
     `limit`: how many may be in flight at once, 0: any number.
     """
 
-    __slots__ = ("claiming", "headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved",
+    __slots__ = ("cache", "claiming", "headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved",
                  "sessions", "sessions_elsewhere", "turns_elsewhere", "worker")  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None, limit: int = 0) -> None:
@@ -174,6 +188,7 @@ class Target:
         self.turns_elsewhere = self.sessions_elsewhere = 0
         self.points = points_of(worker.name, rank)
         """By which a hash finds it."""
+        self.cache = Cache(self)
         self.placed = 0
         """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
         self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
@@ -195,6 +210,11 @@ class Target:
     def full(self) -> bool:
         """Has no room for what could go elsewhere: what is placed here will want a slot."""
         return 0 < self.limit <= self.in_flight + self.reserved
+
+    def forget(self) -> None:
+        """Its cache is lost: nothing that was known of it is true."""
+        self.cache.target = None
+        self.cache = Cache(self)
 
 
 class Fleet:
@@ -242,6 +262,9 @@ class Fleet:
         def changed(change: Change) -> None:
             self._lineups.clear()
             worker.cells.changes[change.before.value, change.after.value] += 1
+            if change.after is State.DOWN:
+                for target in worker.targets:
+                    target.forget()
             # That a worker is there when the router starts is no news.
             level = logging.INFO if change.first and change.after is State.UP else logging.WARNING
             before, after = change.before.value, change.after.value
@@ -342,6 +365,7 @@ class Fleet:
         trials: bool = True,
         with_full: bool = False,
         key: str = "",
+        prompt: Prompt[Target] | None = None,
     ) -> Candidates[Target]:
         """The targets that may serve a new session (`key`: its), or a turn without one, of the workers named in `among`
         (None: of all): those of workers that are up; of suspected ones too when most are; and one that is due to be
@@ -360,7 +384,7 @@ class Fleet:
             self._trial = self._due(resting, now)
         trial = () if self._trial is None else self._trial.targets
         room = bool(self._limited) and not with_full
-        return Candidates(lineup, key=key, placements=self._placements, trial=trial, room=room)
+        return Candidates(lineup, key=key, placements=self._placements, trial=trial, room=room, prompt=prompt)
 
     def _line_up(
         self, among: frozenset[str] | None, excluded: frozenset[str]

@@ -12,6 +12,7 @@ from app.fleet.candidates import Candidates
 from app.fleet.capacity import Full
 from app.fleet.loads import Place
 from app.fleet.naming import Naming
+from app.fleet.placement.foresight import Foreseen
 from app.fleet.policies import Policy, least, rendezvous
 from app.fleet.workers import Fleet, Target
 from app.metrics import Metrics
@@ -37,6 +38,8 @@ class Placement(msgspec.Struct, frozen=True):
     """Where the turn holds a slot already: there it goes, if it is free to choose."""
     full_too: bool = False
     """Also where nobody has room: it waits for its slot at another replica."""
+    prompt: Foreseen | None = None
+    """The turn's, for a policy that places by that."""
     place: Place | None = None
     """The turn's, which its own code ends; None: it is served elsewhere, or there is none."""
 
@@ -103,6 +106,8 @@ class Placer:
             ):
                 return near, "parent", "followed"
             parent = "unknown" if near is None else "passed_over"
+        if placement.prompt is not None and placement.prompt.waits:
+            await placement.prompt.read()
         return self._policy(self.candidates(lost, placement, key=key)), "policy", parent
 
     async def place(self, key: str, placement: Placement, lost: frozenset[str] = frozenset()) -> Target:
@@ -141,7 +146,9 @@ class Placer:
         with_full: bool = False,
         key: str = "",
     ) -> Candidates[Target]:
-        candidates = self._fleet.candidates(lost, placement.among, trials=trials, with_full=with_full, key=key)
+        candidates = self._fleet.candidates(
+            lost, placement.among, trials=trials, with_full=with_full, key=key, prompt=placement.prompt
+        )
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return candidates

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -54,6 +54,32 @@ class Fields(msgspec.Struct):
     model: str | None = None
     nvext: BodyHints | None = None
 
+    @property
+    def said(self) -> Mapping[str, msgspec.Raw]:
+        """Of its prompt, by field; nothing, where nobody wants to know."""
+        return {}
+
+
+class PromptFields(Fields):
+    """Those that tell of its prompt as well, as they stand there."""
+
+    tools: msgspec.Raw = msgspec.Raw()
+    system: msgspec.Raw = msgspec.Raw()
+    instructions: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    prompt: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    cache_salt: msgspec.Raw = msgspec.Raw()
+
+    @property
+    def said(self) -> Mapping[str, msgspec.Raw]:
+        found = {name: getattr(self, name) for name in _OF_PROMPTS}
+        return {name: value for name, value in found.items() if value not in _NOTHING}
+
+
+_OF_PROMPTS = tuple(name for name in PromptFields.__struct_fields__ if name not in Fields.__struct_fields__)
+_NOTHING = (msgspec.Raw(), msgspec.Raw(b"null"))
+
 
 class Found(msgspec.Struct):
     """What was found in a body at a second look."""
@@ -71,11 +97,13 @@ class TooLarge(Exception):
 class FieldReader:
     """Reads the fields of bodies, and of these `ids`: paths like `metadata.session_id`, whose values are texts."""
 
-    def __init__(self, ids: Iterable[str] = ()) -> None:
+    def __init__(self, ids: Iterable[str] = (), *, prompts: bool = False) -> None:
+        """`prompts`: what tells of the prompt is wanted."""
         self._ids = tuple(ids)
-        self.decode: Callable[[bytes], Fields] = msgspec.json.Decoder(Fields).decode
+        fields = PromptFields if prompts else Fields
+        self.decode: Callable[[bytes], Fields] = msgspec.json.Decoder(fields).decode
         """Without ids. Raises msgspec.DecodeError or RecursionError, as `decode_with_ids`."""
-        self.decode_with_ids: Callable[[bytes], Fields] = msgspec.json.Decoder(_with_ids(self._ids)).decode
+        self.decode_with_ids: Callable[[bytes], Fields] = msgspec.json.Decoder(_with_ids(self._ids, fields)).decode
 
     def ids(self, decoded: Fields) -> dict[str, str]:
         """The ids that `decode_with_ids` has read, by their paths."""
@@ -169,7 +197,7 @@ _MARKED = {
 _MAY_BE_TEXT = ("backend_instance_id", "decode_worker_id", "prefill_worker_id")
 
 
-def _with_ids(paths: Iterable[str]) -> type[Fields]:
+def _with_ids(paths: Iterable[str], fields: type[Fields]) -> type[Fields]:
     """Fields, and a member for each of the paths."""
     inner: dict[str, list[Any]] = {}
     for path in paths:
@@ -177,7 +205,7 @@ def _with_ids(paths: Iterable[str]) -> type[Fields]:
         inner.setdefault(name, []).extend([(member, str | None, None)] if member else [])
     kinds = {name: msgspec.defstruct(name, members) if members else str for name, members in inner.items()}
     members = [(name, kind | None, None) for name, kind in kinds.items()]
-    return cast("type[Fields]", msgspec.defstruct("FieldsWithIds", members, bases=(Fields,)))
+    return cast("type[Fields]", msgspec.defstruct("FieldsWithIds", members, bases=(fields,)))
 
 
 def _in_utf8(body: bytes) -> bytes | None:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from app.errors import TurnError
+from app.fleet.placement.foresight import Foreseen
 from app.fleet.workers import Target
 from app.http.exchange import Exchange
 from app.http.headers import FORWARDED, NOT_TO_WORKER, Forwarding, Header, Noted, Origin, response_headers, sort_request
@@ -61,6 +62,7 @@ class Reading:
         judges_hints: bool = True,
         aliases: Mapping[str, str] | None = None,
         traced: bool = False,
+        prompts: bool = False,
     ) -> None:
         """Left out: the default sources of ids, no API keys, no trusted proxies, no aliases of models.
 
@@ -68,7 +70,7 @@ class Reading:
         `rank_header`, in lower case, tells a worker the rank (the default is vLLM's); where a worker of the fleet
         `has_ranks` it is ours to say. `body_limit` in bytes. Without `judges_hints`
         placement hints are for somebody behind this router. `traced`: whose work a request is, is said anew to its
-        worker."""
+        worker. `prompts`: turns are placed by them."""
         self.identifier = identifier or Identifier()
         self.forwarding = forwarding or Forwarding()
         self.tenants = tenants if tenants is not None and len(tenants) else None
@@ -79,7 +81,7 @@ class Reading:
         self.judges_hints = judges_hints
         self.aliases = dict(aliases or {})
         """What clients may call a model → its name."""
-        self.fields = FieldReader(self.identifier.body_fields)
+        self.fields = FieldReader(self.identifier.body_fields, prompts=prompts)
         self.rare = HINTS | {DRY_RUN} if judges_hints else frozenset({DRY_RUN})
         self.wanted = _WANTED | FORWARDED | self.identifier.wanted | self.identifier.unread
         kept_back = NOT_TO_WORKER | {DRY_RUN, ADMIN_TOKEN}
@@ -133,6 +135,8 @@ class Request:
     """Hints in the body that are of a type that no hint has."""
     unread: BodyUnread | None = None
     """Why its body was not looked through for a session's id."""
+    prompt: Foreseen | None = None
+    """Of a turn that is free to choose, if its policy places by that."""
     body = b""
     """All of it, or its first piece when there is `more`."""
     noted: Noted
@@ -155,6 +159,10 @@ class Request:
         self._reading, self._exchange = reading, exchange
         if exchange.switches:
             self.once = True
+
+    @property
+    def path(self) -> bytes:
+        return self._exchange.raw_path
 
     def read_head(self) -> None:
         """Who asks, and the session's identity. Raises TurnError."""

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from app.errors import TurnError
 from app.fleet.catalog import Catalog
+from app.fleet.placement.foresight import Foreseen, Foresight
 from app.fleet.policies import WORKER_HINT, Policy, direct, hint_required, least
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
@@ -79,14 +82,17 @@ class Routing:
         catalog: Catalog | None = None,
         admins: Admins | None = None,
         rules: Rules | None = None,
+        foresight: Foresight | None = None,
     ) -> None:
-        """Left out: every worker serves every model, admins from this machine, hard affinity."""
+        """Left out: every worker serves every model, admins from this machine, hard affinity, a policy that does not
+        ask for prompts."""
         self._fleet, self._policy, self._affinity, self._hasher = fleet, policy, affinity, hasher
         self._metrics = metrics
         self._catalog = catalog or Catalog.off(fleet)
         self.serving = self._catalog.serving
         self._admins = admins or Admins()
         self._rules = rules or Rules()
+        self._foresight = foresight
 
     def session(self, request: Request) -> Hold | None:
         """The session of a turn, not bound yet; None: it has none."""
@@ -192,17 +198,28 @@ class Routing:
             refusal = hint_required()
         parent = request.identity.parent
         key = None if parent is None else self._hasher.key(request.tenant, *parent)
-        return Placement(parent=key, refusal=refusal, among=among)
+        return Placement(parent=key, refusal=refusal, among=among, prompt=self.prompt(request))
+
+    def prompt(self, request: Request) -> Foreseen | None:
+        """That of a turn which is free to choose; None: the policy does not ask for it, or there is none."""
+        if request.prompt is None and self._foresight is not None:
+            fields = request.fields
+            request.prompt = self._foresight.prompt(request.path, fields.model or "", fields.said)
+        return request.prompt
 
     def without_session(
-        self, hint: Hint | None, lost: frozenset[str] = frozenset(), among: frozenset[str] | None = None
+        self,
+        request: Request,
+        hint: Hint | None,
+        lost: frozenset[str] = frozenset(),
+        among: frozenset[str] | None = None,
     ) -> Decision:
         """For a turn that has no session, or must go on at a worker that is not `lost`. Raises TurnError."""
         if hint is not None and not lost:
             if not hint.targets:
                 raise _needs_worker()
             return Decision(least(hint.targets), "none", "hint")
-        candidates = self._fleet.candidates(lost, among)
+        candidates = self._fleet.candidates(lost, among, prompt=self.prompt(request))
         if not candidates:
             raise TurnError("no_worker", "no worker can take the turn")
         return Decision(self._policy(candidates), "none", "policy")
@@ -239,7 +256,10 @@ class Routing:
             decision = Decision(view.target, _HOW.get(view.source, "cached"), "kept")
         elif session is None:
             key, claim = None, None
-            decision = self.without_session(hint, among=among)
+            prompt = self.prompt(request)
+            if prompt is not None and prompt.waits:
+                await prompt.read()
+            decision = self.without_session(request, hint, among=among)
         else:
             key = self._hasher.key(request.tenant, *session)
             view = await self._affinity.look_up(key)
@@ -262,7 +282,20 @@ class Routing:
                 "because": decision.because,
                 "revision": None if claim is None else claim.revision,
             }
+            | self._why(request, decision)
         )
+
+    def _why(self, request: Request, decision: Decision) -> dict[str, Any]:
+        """What a policy that places by prompts has seen, where it was asked."""
+        prompt, target = request.prompt, decision.target
+        if prompt is None or decision.because != "policy":
+            return {}
+        shares = prompt.shares()
+        cached = {
+            "cached_share": round(shares.get(target, 0.0), 4),
+            "best_share": round(max(shares.values(), default=0.0), 4),
+        }
+        return {"placement": cached | {"load": target.load, "sessions": target.settled}}
 
 
 def _needs_worker() -> TurnError:

@@ -22,6 +22,7 @@ import msgspec
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.capacity import Bounds, Capacity, Choice, Full
 from app.fleet.loads import Place
+from app.fleet.placement.foresight import Foreseen
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
@@ -158,6 +159,8 @@ class Turn:
     _measured = False
     """Whether it is measured what the router itself needs; when its request had come (0: not, or no more)."""
     _read_at = 0.0
+    _prompt: Foreseen | None = None
+    """By which it was placed; None: it was bound, or placed otherwise."""
     _again = 0
     """How often an attempt followed another one."""
     _refusal: TurnError | None = None
@@ -272,7 +275,10 @@ class Turn:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
             self._note_unnamed()
-            self._go(routing.without_session(self._hint, among=self._among))
+            prompt = routing.prompt(self._request)
+            if prompt is not None and prompt.waits:
+                await self._presence.unless_gone(prompt.read())
+            self._go(routing.without_session(self._request, self._hint, among=self._among))
         else:
             self._go(routing.of_session(binding.target, binding.how, "memory", self._hint, self._among))
 
@@ -516,8 +522,26 @@ class Turn:
         if decision.overrides:
             metrics.hints_overridden.inc()
         # The affinity notes where it places sessions, and the capacity where those go that waited.
-        if decision.how in ("none", "bypassed") and not decision.target.full:
-            self._shared.fleet.note_placed(decision.target)
+        if decision.how in ("none", "bypassed"):
+            if not decision.target.full:
+                self._shared.fleet.note_placed(decision.target)
+            self._foresee(decision.target)
+
+    def _foresee(self, target: Target) -> None:
+        """It was free to choose, and goes there."""
+        prompt = self._request.prompt
+        if prompt is not None:
+            prompt.placed(target)
+            if self._prompt is None:
+                self._prompt = prompt
+                self._over = functools.partial(self._settle, prompt, self._over)
+
+    def _settle(self, prompt: Foreseen, over: Callable[[Exception | None], None], fault: Exception | None) -> None:
+        """It has ended: was it as foreseen?"""
+        answer, decision, metrics = self._answer, self._decision, self._shared.metrics
+        if self._outcome == "completed" and answer is not None and decision is not None and metrics.usages_left:
+            prompt.settle(decision.target, answer.usage)
+        over(fault)
 
     def _note_unnamed(self) -> None:
         """Count a turn without a session, and what might have named one."""
@@ -539,7 +563,7 @@ class Turn:
         if kept is None or not kept.asks or self._binding is not None or self._hint is not None or request.once:
             return False
         try:
-            self._go(self._shared.routing.without_session(None, asked, self._among))
+            self._go(self._shared.routing.without_session(request, None, asked, self._among))
         except TurnError:
             return False
         return True
@@ -587,7 +611,7 @@ class Turn:
         TurnError."""
         routing, binding = self._shared.routing, self._binding
         if binding is None:
-            self._go(routing.without_session(self._hint, lost, self._among))
+            self._go(routing.without_session(self._request, self._hint, lost, self._among))
         elif binding.target.worker.name not in lost:  # it was passed over for the one that is lost
             self._go(Decision(binding.target, "cached", "memory"))
         else:
@@ -616,6 +640,7 @@ class Turn:
         if binding is None and self._hint is None and not at_maker:
             target = await self._wait_anywhere(slots, lost)
             self._decision = Decision(target, decision.how, decision.because)
+            self._foresee(target)
             return
         moves = binding is not None and decision.target is binding.target and not at_maker
         if await slots.wait(decision.target, self._choice(lost), stays=not moves) is None and binding is not None:
@@ -639,6 +664,7 @@ class Turn:
         if slots is None or not waits or placement.candidates or placement.refusal or slots.allowed:
             try:
                 await self._claim(work, placement, None)
+                self._foresee_claimed()
                 return
             except Full:
                 if slots is None or not waits:
@@ -647,7 +673,13 @@ class Turn:
             target = await self._wait_anywhere(slots, lost)
             with contextlib.suppress(Full):  # its worker left just then
                 await self._claim(work, msgspec.structs.replace(placement, among=self._among), target)
+                self._foresee_claimed()
                 return
+
+    def _foresee_claimed(self) -> None:
+        binding = self._binding
+        if binding is not None and binding.how != "stored":  # else it was not free
+            self._foresee(binding.target)
 
     async def _wait_anywhere(self, slots: Slots, lost: frozenset[str]) -> Target:
         """Where a slot is held now. Raises TurnError or ClientDisconnected."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -77,3 +79,48 @@ async def test_sessions_of_the_other_replica_count(fleet: Fleet) -> None:
         return (await fleet.first_turns(20, here, at_once=2))["w0"] == 0
 
     await wait_until(passed_over, 30)  # what was said is forgotten for a while where the other one is late
+
+
+PROMPTS, TIMES = 10, 8
+
+
+async def cached_share(workers: list[Worker], replicas: list[Replica], system: str) -> float:
+    """What the workers find in their caches of the prompts of `PROMPTS` applications, each of which asks `TIMES` times,
+    at these replicas by turns."""
+    room = asyncio.Semaphore(4)
+
+    async def one(number: int, again: int) -> None:
+        messages = [
+            {"role": "system", "content": f"{system} {number} " * 400},
+            {"role": "user", "content": f"question {again}"},
+        ]
+        body = json.dumps({"model": "mock-model", "messages": messages, "max_tokens": 2}).encode()
+        async with room:
+            headers = (("content-type", "application/json"), ("x-dynamo-session-id", new_session()))
+            replica = replicas[(number + again) % len(replicas)]
+            assert (await ask(replica.url, "POST", "/v1/chat/completions", headers=headers, body=body)).status == 200
+
+    before = [len(await turns(worker)) for worker in workers]
+    for again in range(TIMES):
+        await asyncio.gather(*(one(number, again) for number in range(PROMPTS)))
+    served = [turn for worker, known in zip(workers, before, strict=True) for turn in (await turns(worker))[known:]]
+    assert len(served) == PROMPTS * TIMES
+    cached, asked = (sum(int(turn[kind]) for turn in served) for kind in ("cached_tokens", "prompt_tokens"))
+    return cached / asked
+
+
+async def test_what_has_a_cached_beginning_goes_there_at_every_replica(
+    module_processes: Processes, tmp_path: Path
+) -> None:
+    """First turns of sessions: by load each prompt is computed at every worker, by prefix at one."""
+    workers = module_processes.workers(4, "--profile", "quick", "--speed", "20")
+    shares = {
+        policy: await cached_share(
+            workers,
+            module_processes.replicas(2, workers, tmp_path / policy, "--policy", policy),
+            policy,
+        )
+        for policy in ("least-loaded", "prefix")
+    }
+    assert shares["prefix"] > 0.75, shares
+    assert shares["prefix"] > shares["least-loaded"] + 0.15, shares

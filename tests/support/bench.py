@@ -19,6 +19,7 @@ from app.fleet.candidates import Candidates
 from app.fleet.capacity import Bounds, Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.models import ModelLists
+from app.fleet.placement.foresight import Foresight
 from app.fleet.policies import Policy
 from app.fleet.workers import Fleet, Target, Worker, WorkerSpec, make_worker
 from app.http.client import ClientLimits, client_protocol
@@ -66,6 +67,7 @@ class Bench:
         models: Sequence[str] = (),
         tls: Any = None,
         access: AccessLog | None = None,
+        foresight: Callable[[Metrics], Foresight] | None = None,
         **affinity: Any,
     ) -> None:
         """`models`: the one that each worker serves; none: all serve any."""
@@ -100,6 +102,7 @@ class Bench:
             hasher=self.hasher,
             metrics=self.metrics,
             catalog=self.catalog,
+            foresight=None if foresight is None else foresight(self.metrics),
         )
         self.capacity: Capacity | None = None
         if max_turns or bounds is not None:

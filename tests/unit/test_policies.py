@@ -13,7 +13,7 @@ from app.errors import TurnError
 from app.fleet.candidates import Candidates
 from app.fleet.health import Tolerance
 from app.fleet.loads import WORD_STANDS
-from app.fleet.policies import POLICIES, Policy, direct, least, least_loaded, rendezvous, round_robin
+from app.fleet.policies import POLICIES, Policy, by_cache, direct, least, least_loaded, rendezvous, round_robin
 from app.fleet.workers import Fleet, Target, Worker, make_worker
 from app.sessions.identity import KeyHasher
 
@@ -110,7 +110,8 @@ def unevenness(counts: Iterable[int]) -> float:
 
 
 def test_the_settings_names() -> None:
-    assert {"least-loaded": least_loaded, "round-robin": round_robin, "direct": direct} == POLICIES
+    named = {"least-loaded": least_loaded, "prefix": by_cache, "round-robin": round_robin, "direct": direct}
+    assert named == POLICIES
 
 
 def test_direct_places_nothing() -> None:

@@ -1,0 +1,100 @@
+"""A prompt as a chain of hashes, without a tokenizer: two prompts whose chains are equal at one place begin alike up to
+there.
+
+What is hashed is the prompt as the client has written it, in the order in which engines render it: tools, system
+prompt, messages. So prompts that are spelled otherwise (other blanks in their JSON, other escapes) share nothing; those
+of one application are spelled alike. Blocks have 256 bytes at first, and then an eighth of what is before them at most:
+that is exact enough for a share of the prompt, and a long prompt has few of them.
+
+Hashes are Python's own of bytes (SipHash, keyed anew in each process): nobody outside can make two prompts collide, and
+nothing in the standard library is faster. What replicas must agree on (`name`) is hashed in a way that they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import msgspec
+
+LEAST = 256
+"""Bytes of the first blocks."""
+_OCTAVE = 8
+"""Blocks of one size, before they are twice as large."""
+_OCTAVES = 16
+_SIZES = [LEAST << octave for octave in range(_OCTAVES) for _ in range(_OCTAVE * (1 + (octave == 0)))]
+ENDS = tuple(accumulate(_SIZES))
+"""Where blocks end, in bytes from the beginning. What is beyond the last, at 256 MiB, counts for nothing."""
+_SPANS = tuple(pairwise((0, *ENDS)))
+_NAMED = 4 * LEAST
+"""Bytes by which what follows is named."""
+_BITS = (1 << 60) - 1
+"""Of a hash: Python has numbers up to this in 32 bytes."""
+
+
+Piece = bytes | msgspec.Raw
+
+
+class Chained(Protocol):
+    """A prompt, as a chain."""
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        ...
+
+    @property
+    def hashes(self) -> Sequence[int]:
+        """Of its full blocks."""
+        ...
+
+    def name(self, blocks: int) -> str:
+        """For what follows on so many blocks: the same on every replica, for prompts that go on alike for a while."""
+        ...
+
+
+class Text:
+    """The text of a prompt. Nothing is read of it until somebody asks."""
+
+    __slots__ = ("_hashes", "_parts", "_seed", "_text")
+
+    def __init__(self, seed: str, parts: Sequence[Piece]) -> None:
+        """`seed`: whatever else must be equal for two prompts to share what is cached. `parts`: in their order."""
+        self._seed, self._parts = seed, parts
+        self._text: bytes | None = None
+        self._hashes: list[int] | None = None
+
+    @property
+    def text(self) -> bytes:
+        if self._text is None:
+            self._text = b"".join(map(bytes, self._parts))
+        return self._text
+
+    @property
+    def size(self) -> int:
+        return len(self.text)
+
+    @property
+    def hashes(self) -> Sequence[int]:
+        if self._hashes is None:
+            text = self.text
+            self._hashes = found = []
+            before = hash(self._seed)
+            for begin, end in _SPANS[: full_blocks(len(text))]:
+                before = hash((before, text[begin:end])) & _BITS
+                found.append(before)
+        return self._hashes
+
+    def name(self, blocks: int) -> str:
+        begin = ENDS[blocks - 1] if blocks else 0
+        digest = hashlib.blake2b(self.text[begin : begin + _NAMED], digest_size=8, person=b"coatcheck-begin1")
+        digest.update(self._seed.encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
+
+
+def full_blocks(size: int) -> int:
+    """How many blocks a text of so many bytes fills."""
+    return bisect_right(ENDS, size)

@@ -136,7 +136,7 @@ class _Maker:
         return tokens, tuple(range(base, base + tokens // self._size))
 
     def _about(self, mean: float) -> int:
-        return max(1, round(self._rng.uniform(0.5, 1.5) * mean))
+        return round((0.5 + self._rng.random()) * mean) or 1
 
     def _session(self, model: int, number: int, start: float, parent: Session | None) -> Session:
         rng, wanted = self._rng, self._wanted

@@ -32,6 +32,11 @@ class Chain(Sequence[int]):
         self._base = own
         self._length = length
 
+    @property
+    def shared(self) -> int:
+        """How many of the first blocks others have too."""
+        return self._shared
+
     def __len__(self) -> int:
         return self._length
 

@@ -35,6 +35,7 @@ class Fleet:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
         self._folder = folder
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._up: set[Address] = set()
 
     async def start(self) -> None:
         """All of them; returns when they are ready. Raises Trouble."""
@@ -44,22 +45,33 @@ class Fleet:
             self._running[name] = self._child(name, [*self._router, "--port", str(port)])
         try:
             async with asyncio.timeout(_READY_LIMIT):
-                for address in self.workers.values():
-                    await self._until_answers(address, "/health")
+                for worker in self.workers:
+                    await self.until_up(worker)
                 for address in self.replicas.values():
                     await self._until_answers(address, "/ready")
         except TimeoutError:
             raise Trouble(f"the processes are not ready after {_READY_LIMIT:g} s; all are stopped") from None
 
+    async def until_up(self, worker: str) -> None:
+        """Until it serves."""
+        await self._until_answers(self.workers[worker], "/health")
+        self._up.add(self.workers[worker])
+
+    def is_up(self, address: Address) -> bool:
+        """A worker serves, or did until a moment ago."""
+        return address in self._up
+
     def kill(self, name: str) -> None:
         """SIGKILL, as a crash would be."""
         child = self._running.pop(name)
+        self._up.discard(self.workers.get(name, (HOST, 0)))
         child.send_signal(signal.SIGKILL)
         children.stop([child], grace=0)
 
-    def start_again(self, worker: str) -> None:
-        """At its old address, with nothing cached."""
+    async def start_again(self, worker: str) -> None:
+        """At its old address, with nothing cached; returns when it serves."""
         self._start(worker)
+        await self.until_up(worker)
 
     def check(self) -> None:
         """Raises Trouble when one has ended that nobody has killed."""

@@ -75,14 +75,16 @@ class InTurn:
 
 class ByHash:
     """Each session's own, by consistent hashing: a ring with many points for each address, as nginx and HAProxy do it.
-    The session goes on to the next one on the ring when its own cannot be connected to, and back as soon as it can."""
+    The session goes on to the next one on the ring while its own is not up, and back as soon as it is."""
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
+    def __init__(self, addresses: Sequence[Address], is_up: Callable[[Address], bool]) -> None:
+        self._is_up = is_up
         self._ring = sorted((_place(f"{each} {point}"), each) for each in addresses for point in range(_POINTS))
 
     def addresses(self, session: str) -> Iterator[Address]:
         begin = bisect_left(self._ring, (_place(session), ("", 0)))
-        return iter(dict.fromkeys(each for _, each in (*self._ring[begin:], *self._ring[:begin])))
+        order = dict.fromkeys(each for _, each in (*self._ring[begin:], *self._ring[:begin]))
+        return (each for each in order if self._is_up(each))
 
 
 def _place(text: str) -> int:
@@ -238,8 +240,7 @@ def _read(body: bytes) -> tuple[str, dict[str, Any], str]:
         if "error" in event:
             return "", {}, str(event["error"].get("message", "an error in the stream"))
         usage = event.get("usage") or usage
-        for choice in event.get("choices", ()):
-            pieces.append(choice.get("delta", {}).get("content") or "")
+        pieces += (choice.get("delta", {}).get("content") or "" for choice in event.get("choices", ()))
     return "".join(pieces), usage, "" if done else "the stream has no end"
 
 

@@ -45,10 +45,10 @@ from mocker.traces import Agents
 _AGENTS = Agents(
     sessions=1_000_000,
     rate=0.75,
-    prompts=6,
-    prompt_tokens=3000,
+    prompts=8,
+    prompt_tokens=4000,
     turns=6.0,
-    turn_tokens=900,
+    turn_tokens=1200,
     answer_tokens=50,
     gap=1.2,
     children=0.15,
@@ -60,6 +60,7 @@ _WORKER_DIES, _WORKER_RETURNS, _REPLICA_DIES = 0.4, 0.6, 0.8
 _SPARKS = "▁▂▃▄▅▆▇█"
 _SPARKS_WIDE = 28
 _REFRESH = 0.25
+_LOOKED_EVERY = 0.05
 _PLAIN_EVERY = 5.0
 _PLAIN_WIDE = 130
 
@@ -78,13 +79,13 @@ class Way:
     def entrance(self, fleet: Fleet) -> Entrance:
         if fleet.replicas:
             return InTurn(list(fleet.replicas.values()))
-        return ByHash(list(fleet.workers.values()))
+        return ByHash(list(fleet.workers.values()), fleet.is_up)
 
 
 def _ways(policy: str) -> list[Way]:
     return [
         Way("turns", "round-robin", "A plain balancer: one worker after the other", 1, "round-robin", no_headers),
-        Way("hash", "hash", "A balancer that hashes session ids onto the workers", 0, "", session_headers),
+        Way("hash", "hash", "A balancer that hashes the session id", 0, "", session_headers),
         Way("coatcheck", "coatcheck", f"Two replicas, claims in a folder, {policy}", 2, policy, session_headers),
     ]
 
@@ -119,6 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="of each way (%(default)g)")
     parser.add_argument("--workers", type=_several, default=4, metavar="N", help="simulated workers (%(default)s)")
     parser.add_argument("--policy", choices=policies, default=policies[0], help="of the replicas (%(default)s)")
+    parser.add_argument(
+        "--way",
+        action="append",
+        choices=[way.key for way in _ways("")],
+        help="only this one; repeatable (all)",
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the agents (%(default)s)")
     parser.add_argument(
         "--report",
@@ -141,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         args.report.touch()
     except OSError as error:
         raise Trouble(f"--report {args.report}: {error.strerror}", code=2) from None
-    runs = [Run(way, args.seconds) for way in _ways(args.policy)]
+    runs = [Run(way, args.seconds) for way in _ways(args.policy) if not args.way or way.key in args.way]
     shown = _lines(console, runs) if plain else _picture(console, runs)
     began = time.monotonic()
     try:
@@ -229,25 +236,30 @@ async def _act(played: Run, fleet: Fleet, load: Load) -> None:
         played.losses.append((victim, load.now))
         played.happened(f"worker {victim} killed")
 
-    def return_worker() -> None:
-        fleet.start_again(victim)
-        played.happened(f"worker {victim} starts again, empty")
-
     def kill_replica() -> None:
         name = list(fleet.replicas)[-1]
         fleet.kill(name)
         played.replica_losses.append(load.now)
         played.happened(f"replica {name} killed")
 
-    acts = [(seconds * _WORKER_DIES, kill_worker), (seconds * _WORKER_RETURNS, return_worker)]
-    if len(fleet.replicas) > 1:
-        acts.append((seconds * _REPLICA_DIES, kill_replica))
-    while load.now < seconds:
+    async def return_worker() -> None:
+        await fleet.start_again(victim)
         played.now = load.now
-        while acts and played.now >= acts[0][0]:
-            acts.pop(0)[1]()
-        fleet.check()
-        await asyncio.sleep(0.05)
+        played.happened(f"worker {victim} is back, empty")
+
+    async with asyncio.TaskGroup() as group:
+        acts: list[tuple[float, Callable[[], object]]] = [
+            (seconds * _WORKER_DIES, kill_worker),
+            (seconds * _WORKER_RETURNS, lambda: group.create_task(return_worker())),
+        ]
+        if len(fleet.replicas) > 1:
+            acts.append((seconds * _REPLICA_DIES, kill_replica))
+        while load.now < seconds or acts:
+            played.now = load.now
+            while acts and played.now >= acts[0][0]:
+                acts.pop(0)[1]()
+            fleet.check()
+            await asyncio.sleep(_LOOKED_EVERY)
     played.now = seconds
 
 
@@ -333,14 +345,14 @@ def _table(runs: Sequence[Run]) -> Table:
         table.add_column(title, justify="right")
     done = [each.figures for each in runs if each.state == "done"]
     for each in runs:
-        title = Text(each.way.title, "bold" if each.state != "waits" else "bright_black")
+        name = Text(each.way.title, "bold" if each.state != "waits" else "bright_black")
         if not each.served:
-            table.add_row(title, Text(each.state, "bright_black"))
+            table.add_row(name, Text(each.state, "bright_black"))
             continue
         now = each.figures
         best = each.state == "done" and len(done) > 1 and now.cached_share == max(one.cached_share for one in done)
         table.add_row(
-            title,
+            name,
             Text.assemble((f"{now.cached_share:6.1%} ", "bold green" if best else ""), (_spark(each), "cyan")),
             f"{now.turns:,}",
             f"{1000 * now.p50:,.0f} ms",
@@ -362,8 +374,8 @@ def _spark(played: Run) -> str:
     """The cached share over time."""
     marks = ""
     for _, some in over_time(played.served, played.seconds, played.seconds / _SPARKS_WIDE):
-        prompt = sum(each.prompt for each in some)
-        share = sum(each.cached for each in some) / prompt if prompt else -1.0
+        prompt = sum(one.prompt for one in some)
+        share = sum(one.cached for one in some) / prompt if prompt else -1.0
         marks += " " if share < 0 else _SPARKS[min(len(_SPARKS) - 1, int(share * len(_SPARKS)))]
     return marks
 

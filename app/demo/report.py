@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 
 from app.demo.load import Figures, Served, over_time
 
@@ -13,6 +14,7 @@ _STRETCH = 1.5
 """Seconds of which the plots over time show the mean."""
 _MOST_ROWS = 120
 """Sessions that are drawn; of more, every second, third …"""
+_STYLE = Path(__file__).parent / "report.css"
 _WIDE, _HIGH = 560, 230
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 14, 12, 26
 
@@ -51,22 +53,23 @@ def html(runs: Sequence[Shown], told: Told) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>coatcheck demo</title>
-<style>{_STYLE}</style>
+<style>
+{_STYLE.read_text("utf-8")}</style>
 </head>
 <body>
 <header>
   {_ICON}
   <div><h1>Same agents, same fleet, three ways in</h1>
-  <p>{told.workers} workers, {ours.figures.sessions} agent sessions, {ours.seconds:g} seconds each way. One worker is killed
-  and comes back empty; coatcheck loses a replica as well.</p></div>
+  <p>{told.workers} workers, {ours.figures.sessions} agent sessions, {ours.seconds:g} seconds each way. One worker is
+  killed and comes back empty; coatcheck loses a replica as well.</p></div>
 </header>
 <main>
 <p class="lead">{_lead(runs)}</p>
 <section class="cards">{"".join(_card(each, runs) for each in runs)}</section>
 <section class="card wide">
   <h2>Where each session was</h2>
-  <p class="note">A line is a session, a dash one of its turns, its colour the worker that served it. A line of one colour
-  keeps its cache. Point at a dash to see what it found.</p>
+  <p class="note">A line is a session, a dash one of its turns, its colour the worker that served it. A line of one
+  colour keeps its cache. Point at a dash to see what it found.</p>
   <div class="strips">{"".join(_strip(each) for each in runs)}</div>
   <ul class="legend">{_workers_legend(runs)}</ul>
 </section>
@@ -82,17 +85,17 @@ def html(runs: Sequence[Shown], told: Told) -> str:
 <section class="card wide small">
   <h2>How it was done</h2>
   <ul>
-    <li>Everything runs on one machine as processes of its own: the workers, the replicas, the clients. Workers simulate an
-    engine (<code>{escape(told.profile)}</code>: a block cache that all sessions share, batches, chunked prefill), so what is cached and how
-    long a prompt takes follow from what was sent where; the models' words are made up.</li>
+    <li>Everything runs on one machine as processes of its own: the workers, the replicas, the clients. Workers simulate
+    an engine (<code>{escape(told.profile)}</code>: a block cache that all sessions share, batches, chunked prefill), so
+    what is cached and how long a prompt takes follow from what was sent where; the models' words are made up.</li>
     <li>Each way begins with new, empty workers and meets the same sessions (seed {told.seed}): shared system prompts,
     histories that grow, pauses, sub-agents. Turns are streamed requests, each on a connection of its own.</li>
     {"".join(f"<li><b>{escape(each.title)}</b>: {_HOW.get(each.key, escape(each.about))}</li>" for each in runs)}
-    <li>A failed turn is a request whose client saw an error or a broken stream; the client asks again, at most twice. A session
-    is split when a turn of it goes to another worker although the one before is there.</li>
+    <li>A failed turn is a request whose client saw an error or a broken stream; the client asks again, at most twice. A
+    session is split when a turn of it goes to another worker although the one before is there.</li>
   </ul>
-  <p class="note">All of it took {told.took:.0f} s. <code>coatcheck demo --seed {told.seed} --workers {told.workers} --policy
-  {escape(told.policy)}</code> makes it again.</p>
+  <p class="note">All of it took {told.took:.0f} s. <code>coatcheck demo --seed {told.seed} --workers {told.workers}
+  --policy {escape(told.policy)}</code> makes it again.</p>
 </section>
 </main>
 </body>
@@ -101,25 +104,30 @@ def html(runs: Sequence[Shown], told: Told) -> str:
 
 
 _HOW = {
-    "turns": "a router that places each turn one worker further and is told no session. Workers that cannot be connected "
-    "to are passed over.",
-    "hash": "the client hashes the session id onto a ring of workers and connects to its worker itself, with no process "
-    "between, which is kinder to it than a balancer. What cannot be connected to is passed over for the next on the ring; "
-    "when it is back, its sessions are too.",
-    "coatcheck": "two replicas that share claims in a folder; turns reach them alternately, and those of the killed one reach "
-    "the other. A session whose worker is lost goes on at another one, and stays there.",
+    "turns": "a router that places each turn one worker further and is told no session. Workers that cannot be "
+    "connected to are passed over.",
+    "hash": "the client hashes the session id onto a ring of workers and connects to its worker itself, with no "
+    "process between and knowing at once who is up, which is kinder to it than a balancer. While a worker is away its "
+    "sessions go to the next on the ring, and back when it is there.",
+    "coatcheck": "two replicas that share claims in a folder; turns reach them alternately, and those of the killed "
+    "one reach the other. A session whose worker is lost goes on at another one, and stays there.",
 }
 
 
 def _lead(runs: Sequence[Shown]) -> str:
     ours = runs[-1].figures
-    others = ", ".join(f"{each.figures.cached_share:.0%} by {escape(each.title)}" for each in runs[:-1])
-    split = ", ".join(f"{each.figures.moved_needlessly} by {escape(each.title)}" for each in runs[:-1])
+    others = _in_brackets(f"{each.figures.cached_share:.0%} by {escape(each.title)}" for each in runs[:-1])
+    split = _in_brackets(f"{each.figures.moved_needlessly} by {escape(each.title)}" for each in runs[:-1])
     whole = "No session" if not ours.moved_needlessly else f"{ours.moved_needlessly} of {ours.sessions} sessions"
     return (
-        f"With coatcheck <b>{ours.cached_share:.0%}</b> of all prompt tokens were in a cache already ({others}). "
-        f"<b>{whole}</b> left a worker that was there ({split})."
+        f"With coatcheck <b>{ours.cached_share:.0%}</b> of all prompt tokens were in a cache already{others}. "
+        f"<b>{whole}</b> left a worker that was there{split}."
     )
+
+
+def _in_brackets(some: Iterable[str]) -> str:
+    said = ", ".join(some)
+    return f" ({said})" if said else ""
 
 
 def _card(shown: Shown, runs: Sequence[Shown]) -> str:
@@ -177,7 +185,7 @@ def _strip(shown: Shown) -> str:
     rows: dict[str, list[Served]] = {}
     for each in sorted(shown.served, key=lambda each: each.at):
         rows.setdefault(each.session, []).append(each)
-    every = math.ceil(len(rows) / _MOST_ROWS)
+    every = max(1, math.ceil(len(rows) / _MOST_ROWS))
     drawn = list(rows.values())[::every]
     names = _workers([shown])
     names += [f"w{number}" for number in range(1, len(names) + 2) if f"w{number}" not in names]
@@ -200,8 +208,8 @@ def _strip(shown: Shown) -> str:
             x = left + each.at * per_second
             if each.trouble:
                 parts.append(
-                    f'<text class="cross" x="{left + each.ended * per_second:.1f}" y="{y + 4}">×<title>{escape(each.session)} '
-                    f"at {each.at:.1f} s: {escape(each.trouble)}</title></text>"
+                    f'<text class="cross" x="{left + each.ended * per_second:.1f}" y="{y + 4}">×<title>'
+                    f"{escape(each.session)} at {each.at:.1f} s: {escape(each.trouble)}</title></text>"
                 )
                 continue
             width = max(2.5, (each.ended - each.at) * per_second)
@@ -209,8 +217,8 @@ def _strip(shown: Shown) -> str:
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="3" rx="1.2" '
                 f'fill="{_hue(names.index(each.worker) if each.worker in names else 0, len(names))}"><title>'
-                f"{escape(each.session)} at {each.at:.1f} s, {escape(each.worker)}: {share:.0%} of {each.prompt:,} tokens cached, "
-                f"TTFT {_ms(each.first_token)}</title></rect>"
+                f"{escape(each.session)} at {each.at:.1f} s, {escape(each.worker)}: {share:.0%} of {each.prompt:,} "
+                f"tokens cached, TTFT {_ms(each.first_token)}</title></rect>"
             )
     ticks = "".join(
         f'<text x="{left + at * per_second:.1f}" y="{high - 6}" text-anchor="middle">{at} s</text>'
@@ -219,8 +227,8 @@ def _strip(shown: Shown) -> str:
     )
     return (
         f"<figure><figcaption>{escape(shown.title)} <span>{shown.figures.moved_needlessly} split</span></figcaption>"
-        f'<svg viewBox="0 0 400 {high:.0f}" role="img" aria-label="sessions by {escape(shown.title)}">{"".join(parts)}{ticks}</svg>'
-        "</figure>"
+        f'<svg viewBox="0 0 400 {high:.0f}" role="img" aria-label="sessions by {escape(shown.title)}">'
+        f"{''.join(parts)}{ticks}</svg></figure>"
     )
 
 
@@ -314,7 +322,7 @@ def _svg(parts: Iterable[str], what: str) -> str:
 
 
 def _table(runs: Sequence[Shown]) -> str:
-    rows = (
+    rows: tuple[tuple[str, Callable[[Figures], str]], ...] = (
         ("prompt tokens cached", lambda now: f"{now.cached_share:.1%}"),
         ("TTFT p50", lambda now: _ms(now.p50)),
         ("TTFT p95", lambda now: _ms(now.p95)),
@@ -325,7 +333,7 @@ def _table(runs: Sequence[Shown]) -> str:
         ("… cut by the replica's death", lambda now: f"{now.cut_by_replica:,}"),
         ("sessions", lambda now: f"{now.sessions:,}"),
         ("sessions split", lambda now: f"{now.moved_needlessly:,}"),
-        ("sessions that moved since their worker died", lambda now: f"{now.moved_on_loss:,}"),
+        ("sessions that moved because their worker died", lambda now: f"{now.moved_on_loss:,}"),
     )
     head = "".join(f'<th class="{each.key}"><i class="dot"></i>{escape(each.title)}</th>' for each in runs)
     body = "".join(
@@ -339,79 +347,14 @@ def _failures(runs: Sequence[Shown]) -> str:
     if not ours.cut_by_replica:
         return ""
     return (
-        f'<p class="note">The replica that was killed had {ours.cut_by_replica} answers under way: a stream ends with the process that '
-        "passes it on. Their clients asked again, and the other replica knew where their sessions are. Nothing of the kind "
-        "was killed in the other ways.</p>"
+        f'<p class="note">The replica that was killed had {ours.cut_by_replica} answers under way: a stream ends with '
+        "the process that passes it on. Their clients asked again, and the other replica knew where their sessions "
+        "are. Nothing of the kind was killed in the other ways.</p>"
     )
 
 
 _ICON = (
-    '<svg class="icon" viewBox="0 0 32 32" aria-hidden="true"><path d="M16 5a3.2 3.2 0 0 1 1.4 6.1V13l10.2 8.3c1.5 1.3.6 '
-    '3.7-1.4 3.7H5.8c-2 0-2.9-2.4-1.4-3.7L16 12" fill="none" stroke="currentColor" stroke-width="2.2" stroke-linecap="round" '
-    'stroke-linejoin="round"/></svg>'
+    '<svg class="icon" viewBox="0 0 32 32" aria-hidden="true"><path d="M16 5a3.2 3.2 0 0 1 1.4 6.1V13l10.2 8.3c1.5 '
+    '1.3.6 3.7-1.4 3.7H5.8c-2 0-2.9-2.4-1.4-3.7L16 12" fill="none" stroke="currentColor" stroke-width="2.2" '
+    'stroke-linecap="round" stroke-linejoin="round"/></svg>'
 )
-
-_STYLE = """
-:root {
-  --bg: #f5f6f8; --card: #fff; --line: #e3e6eb; --ink: #171b22; --soft: #5d6776; --faint: #7d8795; --track: #e9ecf1;
-  --good: #147d4b; --bad: #b3261e; --turns: #8b94a3; --hash: #ef7d22; --coatcheck: #3563e9; color-scheme: light dark;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --bg: #0f1217; --card: #171b22; --line: #272d37; --ink: #e7eaf0; --soft: #a0a9b8; --faint: #7f8998; --track: #252b35;
-    --good: #58d195; --bad: #ff8a80; --turns: #8a94a5; --hash: #ff9447; --coatcheck: #6d94ff;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0; background: var(--bg); color: var(--ink); font-variant-numeric: tabular-nums;
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", sans-serif;
-}
-header, main { max-width: 1240px; margin: 0 auto; padding: 0 22px; }
-header { display: flex; gap: 16px; align-items: center; padding-top: 30px; }
-header p { margin: 2px 0 0; color: var(--soft); max-width: 76ch; }
-.icon { width: 44px; height: 44px; flex: none; color: var(--coatcheck); }
-h1 { margin: 0; font-size: 25px; letter-spacing: -.02em; line-height: 1.2; }
-h2 { margin: 0; font-size: 16px; font-weight: 650; letter-spacing: -.005em; }
-main { display: grid; gap: 16px; padding-top: 18px; padding-bottom: 44px; }
-.lead { margin: 0; font-size: 19px; line-height: 1.45; letter-spacing: -.01em; max-width: 76ch; }
-.lead b { color: var(--coatcheck); }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 14px; padding: 18px 20px; min-width: 0; }
-.cards, .strips { display: grid; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 16px; }
-.two { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; }
-.note { color: var(--faint); font-size: 13.5px; margin: 3px 0 0; max-width: 100ch; }
-.dot { display: inline-block; width: 10px; height: 10px; border-radius: 50%; margin-right: 8px; background: var(--way, var(--faint)); }
-.turns { --way: var(--turns); } .hash { --way: var(--hash); } .coatcheck { --way: var(--coatcheck); }
-.way.coatcheck { border-color: var(--coatcheck); box-shadow: 0 0 0 1px var(--coatcheck); }
-.big { font-size: 46px; font-weight: 680; letter-spacing: -.035em; line-height: 1.1; margin-top: 14px; }
-.big small { font-size: 17px; font-weight: 500; letter-spacing: 0; color: var(--soft); margin-left: 3px; }
-.bar { height: 7px; border-radius: 4px; background: var(--track); overflow: hidden; margin: 8px 0 16px; }
-.bar span { display: block; height: 100%; border-radius: 4px; background: var(--way); }
-dl { display: grid; grid-template-columns: auto 1fr; gap: 7px 16px; margin: 0; }
-dt { color: var(--soft); } dd { margin: 0; text-align: right; font-weight: 600; position: relative; }
-dd span { font-weight: 400; color: var(--faint); } dd.good { color: var(--good); } dd.bad { color: var(--bad); }
-dd em { position: absolute; right: 0; bottom: -2px; height: 2px; border-radius: 1px; background: var(--way); opacity: .75; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 6px; padding: 0; color: var(--soft); font-size: 13.5px; }
-.strips { margin-top: 12px; }
-figure { margin: 0; min-width: 0; }
-figcaption { font-weight: 600; margin-bottom: 4px; } figcaption span { font-weight: 400; color: var(--faint); margin-left: 6px; }
-svg { display: block; width: 100%; height: auto; overflow: visible; }
-svg text { fill: var(--faint); font-size: 11px; }
-svg .grid { stroke: var(--line); } svg .thread { stroke: var(--line); stroke-width: 1; }
-svg .event { stroke-width: 1.2; stroke-dasharray: 3 3; } svg .event.bad { stroke: var(--bad); } svg .event.good { stroke: var(--good); }
-svg .what.bad { fill: var(--bad); } svg .what.good { fill: var(--good); } svg .what { font-size: 10px; }
-svg .line { fill: none; stroke: var(--way); stroke-width: 2.2; stroke-linejoin: round; stroke-linecap: round; }
-svg .line.coatcheck { stroke-width: 3; }
-svg .cross { fill: var(--bad); font-size: 11px; font-weight: 700; text-anchor: middle; cursor: default; }
-.legend .cross { color: var(--bad); font-style: normal; font-weight: 700; margin-right: 6px; }
-svg rect:hover { stroke: var(--ink); stroke-width: 1; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; margin-top: 10px; }
-th, td { padding: 7px 12px; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-th:first-child { text-align: left; font-weight: 400; color: var(--soft); padding-left: 0; } thead th { font-weight: 600; }
-td:last-child { font-weight: 650; } tbody tr:last-child > * { border-bottom: 0; }
-.small { font-size: 14px; color: var(--soft); } .small h2 { color: var(--ink); } .small ul { margin: 8px 0; padding-left: 18px; }
-.small li { margin: 4px 0; max-width: 110ch; }
-code { font: .92em ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-@media (max-width: 900px) { .cards, .strips, .two { grid-template-columns: minmax(0, 1fr); } header { align-items: flex-start; } }
-"""

@@ -67,10 +67,10 @@ class InTurn:
         self._addresses = list(addresses)
         self._turns = 0
 
-    def addresses(self, session: str) -> Iterator[Address]:
+    def addresses(self, session: str) -> list[Address]:
         self._turns += 1
-        count = len(self._addresses)
-        return (self._addresses[(self._turns + place) % count] for place in range(count))
+        first = self._turns % len(self._addresses)
+        return self._addresses[first:] + self._addresses[:first]
 
 
 class ByHash:

@@ -190,16 +190,17 @@ def _strip(shown: Shown) -> str:
     names = _workers([shown])
     names += [f"w{number}" for number in range(1, len(names) + 2) if f"w{number}" not in names]
     names.sort(key=lambda name: (len(name), name))
-    left, right, top, row = 6, 6, 20, 4.0
+    left, right, top, row = 6, 6, 32, 4.0
     end = max([shown.seconds, *(each.ended for each in shown.served)])
     high = top + row * len(drawn) + 22
     per_second = (400 - left - right) / end
     parts = []
-    for at, what in shown.events:
-        x = left + at * per_second
+    for number, (at, what) in enumerate(shown.events):
+        # Their words stand in two rows, for they may come close together.
+        x, y = left + at * per_second, top - 20 + 12 * (number % 2)
         kind = "bad" if "killed" in what else "good"
-        parts.append(f'<line class="event {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 6}" y2="{high - 18}"/>')
-        parts.append(f'<text class="what {kind}" x="{x + 3:.1f}" y="{top - 8}">{escape(_short(what))}</text>')
+        parts.append(f'<line class="event {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 8}" y2="{high - 18}"/>')
+        parts.append(_words(x, y, kind, what))
     for number, turns in enumerate(drawn):
         y = top + number * row
         first, last = left + turns[0].at * per_second, left + turns[-1].ended * per_second
@@ -230,11 +231,6 @@ def _strip(shown: Shown) -> str:
         f'<svg viewBox="0 0 400 {high:.0f}" role="img" aria-label="sessions by {escape(shown.title)}">'
         f"{''.join(parts)}{ticks}</svg></figure>"
     )
-
-
-def _short(event: str) -> str:
-    words = event.split()
-    return f"{words[1]} {'killed' if 'killed' in words else 'back'}"
 
 
 def _cached_plot(runs: Sequence[Shown]) -> str:
@@ -300,13 +296,17 @@ def _grid(rows: Iterable[tuple[float, str]], columns: Iterable[tuple[float, str]
 
 def _event_lines(shown: Shown, end: float) -> list[str]:
     parts = []
-    for at, what in shown.events:
+    for number, (at, what) in enumerate(shown.events):
         x, kind = _x(at / end), "bad" if "killed" in what else "good"
         parts.append(f'<line class="event {kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{_HIGH - _BOTTOM}"/>')
-        parts.append(
-            f'<text class="what {kind}" x="{x + 3:.1f}" y="{_HIGH - _BOTTOM - 5}">{escape(_short(what))}</text>'
-        )
+        parts.append(_words(x, _HIGH - _BOTTOM - 5 - 12 * (number % 2), kind, what))
     return parts
+
+
+def _words(x: float, y: float, kind: str, event: str) -> str:
+    """Of an event, beside its line."""
+    who = escape(event.split()[1])
+    return f'<text class="what {kind}" x="{x + 3:.1f}" y="{y}">{who} {"killed" if kind == "bad" else "back"}</text>'
 
 
 def _line(points: Sequence[tuple[float, float]], key: str) -> str:

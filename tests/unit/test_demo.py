@@ -47,6 +47,8 @@ def test_turns_enter_at_one_after_the_other_and_try_all() -> None:
     orders = [list(entrance.addresses("s")) for _ in range(4)]
     assert all(sorted(order) == WORKERS[:2] for order in orders)
     assert all(one[0] != other[0] for one, other in pairwise(orders))
+    one, other = iter(entrance.addresses("s1")), iter(entrance.addresses("s2"))  # two turns that both try
+    assert {next(one), next(other)} == {next(other), next(one)} == set(WORKERS[:2])
 
 
 def test_what_is_said_has_the_tokens_of_its_turn_and_grows() -> None:

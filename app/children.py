@@ -28,11 +28,18 @@ def start(
     environment: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     stdout: int | IO[str] | None = None,
+    stderr: int | IO[str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Run `module` as the main program of a child with this interpreter. The caller stops it, with `stop`."""
     command = [sys.executable, "-P", "-c", _BOOT, str(Path(__file__).parents[1]), module, *arguments]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=stdout, env=environment, pass_fds=pass_fds, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        env=environment,
+        pass_fds=pass_fds,
+        start_new_session=True,
     )
 
 

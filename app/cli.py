@@ -20,6 +20,7 @@ _COMMANDS = {
     "serve": "run the router",
     "mock": "run simulated workers",
     "up": "run simulated workers and replicas of the router on this machine, ready to be tried",
+    "demo": "show in two minutes what becomes of caches when workers and replicas die, by three ways to a fleet",
     "sessions": "list, show and close sessions of a running router",
     "workers": "list the workers of a running router, add and remove, cordon and drain them",
     "replicas": "list the replicas that share a running router's claims, and in what they differ",
@@ -98,6 +99,10 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
             from app import up
 
             up.add_arguments(parser)
+        case "demo":
+            from app.demo import play
+
+            play.add_arguments(parser)
         case "sessions" | "workers" | "replicas":
             from app import remote
 

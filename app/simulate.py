@@ -8,6 +8,7 @@ one store that always answers. For comparison there is also what other ways woul
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import itertools
@@ -110,12 +111,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _simulate(args: argparse.Namespace, profile: Profile, name: str) -> dict[str, Any]:
-    # What is made lives long, and there is much of it: looking through it often finds nothing.
-    gc.set_threshold(500_000, 20, 20)
     began = time.process_time()
     simulation = Simulation(profile, args.workers * args.ranks, partial(_placer, args, name))
-    outcome = simulation.run(_sessions(args, profile.block_size))
+    with _uncollected():
+        outcome = simulation.run(_sessions(args, profile.block_size))
     return {"policy": name, **_said(outcome), "cpu_seconds": round(time.process_time() - began, 2)}
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """What is made lives long, and there is much of it: looking for circles in it finds few, and takes its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _sessions(args: argparse.Namespace, block_size: int) -> Iterator[Session]:
@@ -246,8 +258,7 @@ class Routed:
             loads = [(target.in_flight, target.sessions) for target in replica.targets]
             for other in self._replicas:
                 if other is not replica:
-                    said = {target: load for target, load in zip(other.targets, loads, strict=True) if any(load)}
-                    other.fleet.heard(f"r{number}", said)
+                    other.fleet.heard(f"r{number}", dict(zip(other.targets, loads, strict=True)))
 
 
 class _Replica:

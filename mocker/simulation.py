@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,8 +85,10 @@ class Simulation:
         self.engines = [Scheduler(profile) for _ in range(targets)]
         self._placer = place(self.engines)
         self._versions = [0] * targets
-        self._events: list[tuple[float, int, int, _Running | int]] = []
-        """When, a number for order, the target whose steps end or -1, and their version or the session that goes on."""
+        self._ends: list[tuple[float, int, int]] = []
+        """When, a number for order, and the target whose steps end, if that is still its version."""
+        self._turns: list[tuple[float, int, _Running]] = []
+        """When, a number for order in both, and the session that goes on."""
         self._number = 0
         self._parents: dict[Session, _Running] = {}
         self._split: set[str] = set()
@@ -95,23 +98,27 @@ class Simulation:
 
     def run(self, sessions: Iterable[Session]) -> Outcome:
         """All of them, which come by their start. Returns when all have ended."""
-        events, versions, outcome = self._events, self._versions, self.outcome
+        ends, turns, versions, outcome = self._ends, self._turns, self._versions, self.outcome
         coming: Iterator[Session] = iter(sessions)
         upcoming = next(coming, None)
+        start = math.inf if upcoming is None else upcoming.start
         while True:
-            if upcoming is not None and (not events or upcoming.start <= events[0][0]):
-                self._turn(_Running(upcoming), upcoming.start)
-                upcoming = next(coming, None)
+            if turns and (not ends or turns[0] < ends[0]):
+                if upcoming is None or start > turns[0][0]:
+                    now, _, running = heappop(turns)
+                    self._turn(running, now)
+                    continue
+            elif ends and (upcoming is None or start > ends[0][0]):
+                now, version, target = heappop(ends)
+                if version == versions[target]:
+                    outcome.seconds = now  # they come in their order
+                    self._steps_ended(target, now)
                 continue
-            if not events:
+            if upcoming is None:
                 break
-            now, _, target, what = heappop(events)
-            if target < 0:
-                assert isinstance(what, _Running)
-                self._turn(what, now)
-            elif what == versions[target]:
-                outcome.seconds = max(outcome.seconds, now)
-                self._steps_ended(target, now)
+            self._turn(_Running(upcoming), start)
+            upcoming = next(coming, None)
+            start = math.inf if upcoming is None else upcoming.start
         for target, engine in enumerate(self.engines):
             outcome.preemptions += engine.counters.preemptions
             outcome.worked[target] = engine.counters.prompts - engine.counters.hits + engine.counters.generated
@@ -144,52 +151,52 @@ class Simulation:
             return
         plan = engine.plan
         if plan is None:
-            self._begin(target, now)
+            plan = engine.begin(now, _ALL)
+            if plan is not None:
+                self._announce(target, plan.end)
             return
         steps = plan.steps
         engine.cut(now)
         if plan.steps != steps:
             self._announce(target, plan.end)
 
-    def _begin(self, target: int, now: float) -> None:
-        plan = self.engines[target].begin(now, _ALL)
-        if plan is not None:
-            self._announce(target, plan.end)
-
     def _announce(self, target: int, end: float) -> None:
-        self._versions[target] = self._number
-        heappush(self._events, (end, self._number, target, self._number))
-        self._number += 1
+        self._versions[target] = number = self._number
+        heappush(self._ends, (end, number, target))
+        self._number = number + 1
 
     def _later(self, at: float, running: _Running) -> None:
-        heappush(self._events, (at, self._number, -1, running))
+        heappush(self._turns, (at, self._number, running))
         self._number += 1
 
     def _steps_ended(self, target: int, now: float) -> None:
-        done = self.engines[target].end()
-        for job in done.ended:
+        engine = self.engines[target]
+        for job in engine.end().ended:
             running: _Running = job.owner
             self._count(job)
-            turn = running.session.turns[running.at]
-            self._placer.ended(running.session, target, now, final=self._is_last(running))
+            session = running.session
+            turn = session.turns[running.at]
+            self._placer.ended(session, target, now, final=self._is_last(running))
             self._go_on(running, turn, now)
-        self._begin(target, now)
+        plan = engine.begin(now, _ALL)
+        if plan is not None:
+            self._announce(target, plan.end)
 
     @staticmethod
     def _is_last(running: _Running) -> bool:
         return running.session.ends and running.at + 1 == len(running.session.turns)
 
     def _count(self, job: Job) -> None:
-        outcome = self.outcome
-        assert job.first is not None
-        assert job.ended is not None
+        outcome, first, ended, answer = self.outcome, job.first, job.ended, job.answer
+        assert first is not None
+        assert ended is not None
         outcome.turns += 1
         outcome.prompt_tokens += job.prompt
         outcome.cached_tokens += job.cached or 0
-        outcome.answer_tokens += job.answer
-        outcome.first_token.append(job.first - job.arrived)
-        if job.answer > 1:
-            outcome.between.append((job.ended - job.first) / (job.answer - 1))
+        outcome.answer_tokens += answer
+        outcome.first_token.append(first - job.arrived)
+        if answer > 1:
+            outcome.between.append((ended - first) / (answer - 1))
 
     def _go_on(self, running: _Running, turn: Turn, now: float) -> None:
         """With what follows on a turn."""

@@ -32,6 +32,11 @@ class Chain(Sequence[int]):
         self._base = own
         self._length = length
 
+    @property
+    def shared(self) -> int:
+        """How many of the first blocks others have too."""
+        return self._shared
+
     def __len__(self) -> int:
         return self._length
 
@@ -136,7 +141,7 @@ class _Maker:
         return tokens, tuple(range(base, base + tokens // self._size))
 
     def _about(self, mean: float) -> int:
-        return max(1, round(self._rng.uniform(0.5, 1.5) * mean))
+        return round((0.5 + self._rng.random()) * mean) or 1
 
     def _session(self, model: int, number: int, start: float, parent: Session | None) -> Session:
         rng, wanted = self._rng, self._wanted

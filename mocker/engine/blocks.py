@@ -87,17 +87,25 @@ class BlockCache:
 
     def find(self, chain: Chain, most: int) -> tuple[int, int]:
         """How many of the first `most` blocks are cached, and how many of those are idle. Changes nothing."""
+        _, end, idle = self.look(chain, most)
+        return end, idle
+
+    def look(self, chain: Chain, most: int) -> tuple[Run, int, int]:
+        """As `find`, and before that where the cached beginning ends: for `hold_found`, as long as nothing changes."""
         run, end = self._descend(chain, most)
         idle, below = 0, end
         above: Run | None = run
         while above is not None and not above.users and above is not self._root:
             idle += below - above.start
             below, above = above.start, above.parent
-        return end, idle
+        return run, end, idle
 
     def hold(self, chain: Chain, most: int) -> Run:
         """Use the longest cached beginning, of `most` blocks at most; ends where the returned run ends. `leave` it."""
-        run, end = self._descend(chain, most)
+        return self.hold_found(*self._descend(chain, most))
+
+    def hold_found(self, run: Run, end: int) -> Run:
+        """The same for what has been looked up."""
         if end < run.end:
             run = self._split(run, end)
         each: Run | None = run
@@ -180,8 +188,8 @@ class BlockCache:
             child = run.children.get(chain[end])
             if child is None:
                 break
-            run, last = child, min(child.end, most)
-            end = self._same(child, chain, last)
+            run, last = child, child.end if child.end < most else most
+            end = last if child.chain is chain else self._same(child, chain, last)
             if end < child.end:
                 break
         return run, end

@@ -133,6 +133,7 @@ class Scheduler:
         """The step after which each ends; some are out of date."""
         self._number = count()
         self._size = profile.block_size
+        self._times = profile.times
         self._plan: Plan | None = None
         self._leaving: list[Job] = []
 
@@ -189,7 +190,7 @@ class Scheduler:
         """Decide what is computed from `now` on, in `most` steps at most. None: there is nothing to do. `end` it."""
         assert self._plan is None
         plan = Plan(now, 1, 0.0, 0.0, [])
-        preempted = self._give_blocks()
+        preempted = self._give_blocks() if self._generating else False
         budget = self.profile.max_tokens - self._generating
         if self._prefilling:
             budget, lost = self._go_on(plan, budget)
@@ -199,9 +200,11 @@ class Scheduler:
         if not self._running:
             return None
         self._time(plan)
-        if most > 1 and not plan.chunks and not preempted:
-            plan.steps = self._alike(most)
-        plan.end = plan.after(plan.steps)
+        if most > 1 and not plan.chunks and not preempted and (steps := self._alike(most)) > 1:
+            plan.steps = steps
+            plan.end = plan.after(steps)
+        else:
+            plan.end = now + plan.first
         self._plan = plan
         return plan
 
@@ -225,13 +228,14 @@ class Scheduler:
         """The plan has been carried out."""
         plan, self._plan = self._plan, None
         assert plan is not None
-        now, steps, done = plan.end, plan.steps, Done()
+        now, steps, done = plan.end, plan.steps, Done([], [])
         if steps > 1:
             self.cache.take(self._blocks_for(self._steps + 1, steps - 1))
         if self._generating:
-            self.counters.generated += steps * self._generating
-            self._context += steps * self._generating
-        self._steps += steps
+            said = steps * self._generating
+            self.counters.generated += said
+            self._context += said
+        self._steps = now_at = self._steps + steps
         if self._leaving:
             for job in self._leaving:
                 if job.running:
@@ -242,7 +246,7 @@ class Scheduler:
                 del self._prefilling[job]
                 self._say_first(job, now, done)
         ends = self._ends
-        while ends and ends[0][0] <= self._steps:
+        while ends and ends[0][0] <= now_at:
             step, _, job = heappop(ends)
             if job.since >= 0 and job.since + job.answer - job.said == step:
                 self._stop(job)
@@ -252,13 +256,15 @@ class Scheduler:
 
     def _give_blocks(self) -> bool:
         """To those that generate, where a block is full. Returns whether somebody was preempted."""
+        due, step = self._due, self._steps % self._size
+        if not due[step]:
+            return False
         preempted = False
-        step = self._steps % self._size
-        while self._due[step] > self.cache.room:
+        while due[step] > self.cache.room:
             self._preempt()
             preempted = True
-        if self._due[step]:
-            self.cache.take(self._due[step])
+        if due[step]:
+            self.cache.take(due[step])
         return preempted
 
     def _go_on(self, plan: Plan, budget: int) -> tuple[int, bool]:
@@ -272,7 +278,7 @@ class Scheduler:
                 self._preempt(plan)
                 preempted = True
             if job.running:
-                self._compute(plan, job, tokens)
+                self._compute(plan, job, tokens, self._lacking(job, tokens))
                 budget -= tokens
         return budget, preempted
 
@@ -282,30 +288,32 @@ class Scheduler:
             job = self._waiting[0]
             length = job.prompt + job.said
             # At least the last token is computed, for what comes after it is wanted.
-            found, idle = cache.find(job.chain, min((length - 1) // size, len(job.chain)))
-            tokens = min(length - found * size, budget)
-            if -(-(found * size + tokens) // size) - found > cache.room - idle:
+            run, found, idle = cache.look(job.chain, min((length - 1) // size, len(job.chain)))
+            computed = found * size
+            tokens = min(length - computed, budget)
+            lacking = -(-(computed + tokens) // size) - found
+            if lacking > cache.room - idle:
                 return
             self._waiting.popleft()
-            job.run = cache.hold(job.chain, found)
-            job.computed = found * size
+            job.run = cache.hold_found(run, found)
+            job.computed = computed
             if job.cached is None:
-                job.cached = job.computed
+                job.cached = computed
                 self.counters.queries += job.prompt
-                self.counters.hits += job.computed
+                self.counters.hits += computed
             job.running = True
             self._running[job] = None
             self._prefilling[job] = None
-            self._compute(plan, job, tokens)
+            self._compute(plan, job, tokens, lacking)
             budget -= tokens
 
     def _lacking(self, job: Job, tokens: int) -> int:
         """How many blocks it needs to compute so many more."""
         assert job.run is not None
-        return -(-(job.computed + tokens) // self.profile.block_size) - job.run.end - job.held
+        return -(-(job.computed + tokens) // self._size) - job.run.end - job.held
 
-    def _compute(self, plan: Plan, job: Job, tokens: int) -> None:
-        lacking = self._lacking(job, tokens)
+    def _compute(self, plan: Plan, job: Job, tokens: int, lacking: int) -> None:
+        """`lacking`: the blocks that it needs for that."""
         self.cache.take(lacking)
         job.held += lacking
         job.computed += tokens
@@ -314,10 +322,11 @@ class Scheduler:
 
     def _publish(self, job: Job) -> None:
         """Its full blocks are cached, as vLLM does it: as soon as they are going to be computed."""
-        assert job.run is not None
-        before, full = job.run.end, min(job.computed // self.profile.block_size, len(job.chain))
-        if full > before:
-            job.run = self.cache.publish(job.run, job, job.chain, full)
+        run, chain = job.run, job.chain
+        assert run is not None
+        before, full = run.end, job.computed // self._size
+        if full > before and (full := min(full, len(chain))) > before:
+            job.run = self.cache.publish(run, job, chain, full)
             job.held -= full - before
 
     def _say_first(self, job: Job, now: float, done: Done) -> None:
@@ -336,14 +345,13 @@ class Scheduler:
         job.since = self._steps
         self._generating += 1
         self._context += job.computed
-        self._due[(self._steps - job.computed) % self.profile.block_size] += 1
+        self._due[(self._steps - job.computed) % self._size] += 1
         heappush(self._ends, (self._steps + job.answer - job.said, next(self._number), job))
 
     def _stop(self, job: Job) -> None:
         """It runs no more; what it has computed stays cached."""
         if job.since >= 0:
-            steps = self._steps - job.since
-            size = self.profile.block_size
+            steps, size = self._steps - job.since, self._size
             self._due[(job.since - job.computed) % size] -= 1
             job.computed += steps
             job.said += steps
@@ -376,21 +384,23 @@ class Scheduler:
     # --- time
 
     def _time(self, plan: Plan) -> None:
-        times = self.profile.times
-        plan.first = times.step + times.sequence * len(self._running) + times.context * self._context
-        plan.growth = times.context * self._generating
+        times = self._times
+        first = times.step + times.sequence * len(self._running) + times.context * self._context
         for job, tokens in plan.chunks:
             # Each token looks back on what is before it, half of its chunk in the mean.
-            plan.first += tokens * (times.prefill + times.prefill_context * (job.computed - tokens / 2))
+            first += tokens * (times.prefill + times.prefill_context * (job.computed - tokens / 2))
+        plan.first, plan.growth = first, times.context * self._generating
 
     def _alike(self, most: int) -> int:
         """How many steps can follow before anything else has to be decided."""
         ends = self._ends
-        while ends[0][2].since < 0 or ends[0][2].since + ends[0][2].answer - ends[0][2].said != ends[0][0]:
+        step, _, job = ends[0]
+        while job.since < 0 or job.since + job.answer - job.said != step:
             heappop(ends)
-        steps = min(most, ends[0][0] - self._steps)
+            step, _, job = ends[0]
+        steps = min(most, step - self._steps)
         room, after = self.cache.room, self._steps + 1
-        most_blocks = self._generating * (1 + steps // self.profile.block_size)
+        most_blocks = self._generating * (1 + steps // self._size)
         if most_blocks <= room or self._blocks_for(after, steps - 1) <= room:
             return steps
         low, high = 1, steps - 1
@@ -404,7 +414,7 @@ class Scheduler:
 
     def _blocks_for(self, step: int, steps: int) -> int:
         """How many blocks those that generate need in `steps` steps from number `step` on."""
-        size, due = self.profile.block_size, self._due
+        size, due = self._size, self._due
         rounds, rest = divmod(steps, size)
         begin = step % size
         end = begin + rest

@@ -307,6 +307,33 @@ def test_json_says_the_same_of_the_same_seed(capsys: pytest.CaptureFixture[str])
     assert said[0]["turns"] > 60
 
 
+def test_a_fleet_under_pressure_comes_to_what_it_always_came_to() -> None:
+    """To the token and the microsecond, whatever is done for speed: preempted, refused, sub-agents,
+    blocks that are evicted, models, ranks."""
+    words = ("agents", "--sessions", "150", "--rate", "40", "--workers", "4", "--ranks", "2", "--models", "2")
+    profile = replace(QUICK, blocks=1200, max_running=12, max_queued=24)
+    args = parsed(*words, "--answer-tokens", "400", "--replicas", "3", "--seed", "5", "--children", "0.3")
+    said = simulate._simulate(args, profile, "least-loaded")
+    del said["cpu_seconds"]
+    assert said == GOLDEN
+
+
+GOLDEN = {
+    "policy": "least-loaded",
+    "sessions": 288,
+    "turns": 1106,
+    "refused": 10,
+    "prompt_tokens": 10063543,
+    "cached_share": 0.3097,
+    "ttft_seconds": {"p50": 0.08523, "p95": 4.115126, "p99": 6.312907},
+    "itl_seconds": {"p50": 0.002112, "p95": 0.002402},
+    "max_over_mean_work": 1.82,
+    "split_sessions": 0,
+    "preemptions": 330,
+    "simulated_seconds": 786.886,
+}
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

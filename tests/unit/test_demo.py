@@ -1,0 +1,135 @@
+"""The demonstration's parts that need no processes: where turns enter, what is said, what is counted, the report."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import msgspec
+
+from app.demo.load import Address, ByHash, InTurn, Served, _Conversation, figures, moves
+from app.demo.report import Shown, Told, html
+from mocker import traces
+from mocker.cache import TOKEN_BYTES
+from mocker.traces import Agents
+from mocker.wire import parse_chat
+
+WORKERS: list[Address] = [("127.0.0.1", 9001 + number) for number in range(4)]
+SESSIONS = [f"s{number}" for number in range(400)]
+
+
+def turn(session: str, at: float, worker: str, *, cached: int = 0, trouble: str = "") -> Served:
+    return Served(session, at, at + 1.0, 0.1, worker, 100, cached, trouble)
+
+
+def test_a_hash_spreads_sessions_and_moves_only_those_of_who_is_away() -> None:
+    up = set(WORKERS)
+    ring = ByHash(WORKERS, lambda address: address in up)
+
+    def placed() -> dict[str, Address]:
+        return {session: next(iter(ring.addresses(session))) for session in SESSIONS}
+
+    before = placed()
+    assert all(60 < count < 140 for count in Counter(before.values()).values())
+    up.discard(WORKERS[3])
+    away = placed()
+    assert {session for session in SESSIONS if away[session] != before[session]} == {
+        session for session in SESSIONS if before[session] == WORKERS[3]
+    }
+    up.add(WORKERS[3])
+    assert placed() == before
+
+
+def test_turns_enter_at_one_after_the_other_and_try_all() -> None:
+    entrance = InTurn(WORKERS[:2])
+    orders = [list(entrance.addresses("s")) for _ in range(4)]
+    assert all(sorted(order) == WORKERS[:2] for order in orders)
+    assert all(one[0] != other[0] for one, other in pairwise(orders))
+    one, other = iter(entrance.addresses("s1")), iter(entrance.addresses("s2"))  # two turns that both try
+    assert {next(one), next(other)} == {next(other), next(one)} == set(WORKERS[:2])
+
+
+def test_what_is_said_has_the_tokens_of_its_turn_and_grows() -> None:
+    wanted = Agents(sessions=5, rate=1.0, prompts=2, prompt_tokens=900, turn_tokens=150, answer_tokens=40, turns=4.0)
+    first_blocks = set()
+    for session in traces.agents(wanted, 16):
+        conversation = _Conversation(session, 1, 16)
+        prompts = []
+        for each in session.turns:
+            body = conversation.ask(each)
+            prompts.append(parse_chat(body).prompt)
+            assert abs(len(prompts[-1]) / TOKEN_BYTES - each.prompt) < 0.02 * each.prompt + 16
+            assert msgspec.json.decode(body)["max_tokens"] == each.answer
+            conversation.hear("word" * each.answer)
+        generation = len(b"<|im_start|>assistant\n")
+        assert all(after.startswith(before[:-generation]) for before, after in pairwise(prompts))
+        first_blocks.add(prompts[0][:1600])
+    assert len(first_blocks) == 2  # system prompts
+
+
+def test_a_session_is_split_only_if_nobody_has_killed_its_worker() -> None:
+    served = [
+        *(turn("stays", at, "w1") for at in (0.0, 5.0, 9.0)),
+        *(turn("lost", at, worker) for at, worker in ((1.0, "w2"), (6.0, "w1"), (9.0, "w1"))),
+        *(turn("returns", at, worker) for at, worker in ((2.0, "w2"), (6.0, "w1"), (9.0, "w2"))),
+        *(turn("wanders", at, worker) for at, worker in ((2.0, "w1"), (6.0, "w3"))),
+        turn("fails", 2.5, "w1"),
+        turn("fails", 3.9, "w2", trouble="the connection broke"),
+    ]
+    assert moves(served, [("w2", 4.0)]) == ({"returns", "wanders"}, {"lost", "returns"})
+    now = figures(served, [("w2", 4.0)], [8.0])
+    assert (now.turns, now.failed, now.cut_by_worker, now.cut_by_replica, now.sessions) == (12, 1, 1, 0, 5)
+
+
+class _Strict(HTMLParser):
+    """Every element that is opened is closed in its order, and nothing is fetched."""
+
+    VOID = frozenset({"meta", "line", "path", "rect"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: Counter[str] = Counter()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] += 1
+        if tag not in self.VOID:
+            self.open.append(tag)
+        assert not {name for name, _ in attributes} & {"src", "href", "onload", "onclick"}
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.seen[tag] += 1
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def shown(key: str, served: list[Served]) -> Shown:
+    told = figures(served, [("w2", 4.0)], [])
+    return Shown(key, f"<{key}>", "how & why", 10.0, served, [(4.0, "worker w2 killed")], told)
+
+
+def test_the_report_is_one_page_that_needs_nothing_else() -> None:
+    """Whatever came of the ways: much, nothing at all, or only failures."""
+    busy = [turn(session, at * 0.2, f"w{at % 3 + 1}", cached=50) for at in range(50) for session in SESSIONS[:300]]
+    broken = [turn("s1", 1.0, "", trouble="<b>status 503</b>")]
+    page = html([shown("turns", busy), shown("hash", []), shown("coatcheck", broken)], Told(1, 4, "p", "prefix", 9.0))
+    parser = _Strict()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    assert parser.seen["svg"] >= 5
+    assert parser.seen["rect"] > 1000
+    assert "prefers-color-scheme: dark" in page
+    assert not re.search(r"https?://|url\(|@import|<script", page)
+    assert "<b>status" not in page
+    assert len(page) < 3_000_000
+
+
+def test_one_way_alone_is_a_report_as_well() -> None:
+    page = html([shown("coatcheck", [turn("s1", 1.0, "w1", cached=60)])], Told(1, 2, "p", "least-loaded", 9.0))
+    assert "<b>60%</b>" in page
+    assert "()" not in page

@@ -75,14 +75,14 @@ def checks() -> list[Any]:
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
-    return (
+    return [
         not_a_server_error,
         checks.status_code_conformance,
         checks.content_type_conformance,
         checks.response_headers_conformance,
         checks.response_schema_conformance,
         checks.unsupported_method,
-    )
+    ]
 
 
 @pytest.fixture(scope="module")

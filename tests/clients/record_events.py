@@ -6,9 +6,7 @@ and one with two ranks, a topic, and bytes as hashes.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -20,9 +18,8 @@ from urllib.request import Request, urlopen
 
 import zmq
 
-from tests.clients.vllm import MODEL, installed, make_model, standing_vllm, version
-from tests.support.kv_events import Frames, Recording, Run, Step, number, write
-from tests.support.tcp import free_ports
+from tests.clients.vllm import MODEL, consecutive_ports, installed, kv_events, make_model, standing_vllm, version
+from tests.support.kv_events import Frames, Recording, Run, Step, asked, write
 
 BLOCK_SIZE, BLOCKS = 32, 12
 QUIET_SECONDS = 1.5
@@ -30,16 +27,6 @@ QUIET_SECONDS = 1.5
 ANSWER_SECONDS = 120
 ADAPTER = "poet"
 _OPTIONS = [f"--block-size={BLOCK_SIZE}", f"--num-gpu-blocks-override={BLOCKS}", f"--max-model-len={8 * BLOCK_SIZE}"]
-
-
-def consecutive_ports(count: int) -> int:
-    """The first of so many free ones that follow each other: each rank has the next."""
-    while True:
-        [first] = free_ports(1)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 class Recorder:
@@ -71,24 +58,15 @@ class Recorder:
         self.steps.append(Step(what, 0, [], 0, self._heard(0)))
 
     def replay(self, first: int) -> list[Frames]:
-        with self._context.socket(zmq.DEALER) as asking:
-            asking.connect(self._replay)
-            asking.send_multipart((b"", first.to_bytes(8, "big")))
-            found: list[Frames] = []
-            while not found or number(found[-1]) != -1:
-                assert asking.poll(ANSWER_SECONDS * 1000), "the replay has no end"
-                empty, topic, at, payload = asking.recv_multipart()
-                assert empty == b""
-                found.append((topic, at, payload))
-        return found
+        return asked(self._context, self._replay, first, ANSWER_SECONDS)
 
     def _ask(self, what: str, path: str, prompt: list[int], rank: int, body: dict[str, Any]) -> None:
-        body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | body
-        usage = self._post(path, body, rank)["usage"]
+        asked_for: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | body
+        usage = self._post(path, asked_for, rank)["usage"]
         assert usage["prompt_tokens"] == len(prompt)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        adapter = body["model"] if body["model"] != MODEL else ""
-        salt = body.get("cache_salt", "")
+        adapter = asked_for["model"] if asked_for["model"] != MODEL else ""
+        salt = asked_for.get("cache_salt", "")
         self.steps.append(Step(what, rank, prompt, cached, self._heard(rank), adapter, salt))
 
     def _post(self, path: str, body: dict[str, Any], rank: int = 0) -> Any:
@@ -112,14 +90,7 @@ class Recorder:
 def record(name: str, model: Path, folder: Path, options: list[str], settings: dict[str, str], topic: str) -> Run:
     ranks = 2 if "--data-parallel-size=2" in options else 1
     first = consecutive_ports(2 * ranks)
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{first}",
-        "replay_endpoint": f"tcp://*:{first + ranks}",
-        "topic": topic,
-    }
-    started = [*options, f"--kv-events-config={json.dumps(config)}"]
+    started = [*options, kv_events(first, first + ranks, topic)]
     log = folder / f"{name}.log"
     print(f"{name}: {log}", flush=True)
     with standing_vllm(model, log, *started, **settings) as url, zmq.Context() as context:
@@ -130,7 +101,7 @@ def record(name: str, model: Path, folder: Path, options: list[str], settings: d
         replay_from = 1
         replayed = recorder.replay(replay_from)
         context.destroy(linger=0)
-    kept = [option for option in options if str(folder) not in option]
+    kept = [option for option in options if str(model) not in option]
     return Run(name, kept, settings, BLOCK_SIZE, recorder.steps, replay_from, replayed)
 
 
@@ -139,12 +110,12 @@ def _blocks(recorder: Recorder) -> None:
     recorder.complete("three blocks and a bit", one)
     recorder.complete("the same again", one)
     recorder.complete("all are told again on request", one, vllm_xargs={"kv_cache_report_mode": "full"})
-    recorder.complete("one block more, of a session", [*one, *range(270, 300)], session_id="ticket-42")
+    recorder.complete("one block more, of a session", [*one, *range(30, 60)], session_id="ticket-42")
     recorder.complete("a block is filled by the answer", [*range(200, 230)], max_tokens=BLOCK_SIZE + 4)
     recorder.chat("a chat", "Where is my coat? " * 3)
     recorder.chat("a chat with a salt", "Where is my coat? " * 3, cache_salt="mine")
     recorder.complete("an adapter's", one[: 2 * BLOCK_SIZE + 2], model=ADAPTER)
-    recorder.complete("no room: some are removed", [*range(300, 300 + 5 * BLOCK_SIZE + 1)])
+    recorder.complete("no room: some are removed", [*range(250, 250 - 5 * BLOCK_SIZE - 1, -1)])
     recorder.order("the cache is cleared", "/reset_prefix_cache")
     recorder.complete("and filled again", one[: BLOCK_SIZE + 1])
 

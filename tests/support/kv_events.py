@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 FILE = Path(__file__).parents[1] / "unit" / "files" / "vllm_kv_events.json"
 
@@ -130,6 +131,21 @@ def write(recording: Recording) -> None:
         lines.append(f'  {json.dumps(run)[:-1]}, "steps": [\n{steps}\n  ]}}')
     runs = ",\n".join(lines)
     FILE.write_text(f'{{"engine": {json.dumps(recording.engine)}, "runs": [\n{runs}\n]}}\n')
+
+
+def asked(context: zmq.Context[Any], endpoint: str, first: int, limit: float) -> list[Frames]:
+    """All from number `first` on that is kept there, and the end mark. `limit`: seconds without an answer."""
+    found: list[Frames] = []
+    with context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(endpoint)
+        asking.send_multipart((b"", first.to_bytes(8, "big")))
+        while not found or number(found[-1]) != -1:
+            assert asking.poll(int(limit * 1000)), "the replay has no end"
+            empty, topic, at, payload = asking.recv_multipart()
+            assert empty == b""
+            found.append((topic, at, payload))
+    return found
 
 
 def number(frames: Sequence[bytes]) -> int:

@@ -24,7 +24,7 @@ from mocker.engine.profile import Profile
 from mocker.settings import KvEvents, MockSettings
 from mocker.turns import TurnService
 from tests.support.fakes import in_virtual_time
-from tests.support.kv_events import Blocks, Frames, events, number, recorded, shape
+from tests.support.kv_events import Blocks, Frames, asked, events, recorded, shape
 from tests.support.mocks import CHAT, Worker, eventually
 
 QUICK = replace(profiles.load("quick"), blocks=256)
@@ -246,22 +246,13 @@ class Subscriber(Blocks):
     def close(self) -> None:
         self._context.destroy(linger=0)
 
-    def asked(self, first: int = 0) -> list[Frames]:
+    def all_from(self, first: int) -> list[Frames]:
         """All from there on, and the end mark."""
-        found: list[Frames] = []
-        with self._context.socket(zmq.DEALER) as asking:
-            asking.connect(self._replay)
-            asking.send_multipart((b"", first.to_bytes(8, "big")))
-            while not found or number(found[-1]) != -1:
-                assert asking.poll(10_000), "the replay has no end"
-                empty, topic, at, payload = asking.recv_multipart()
-                assert empty == b""
-                found.append((topic, at, payload))
-        return found
+        return asked(self._context, self._replay, first, 10)
 
     def replay(self, first: int = 0) -> int:
         """Ask for all from there on; returns how many batches came."""
-        *batches, _ = self.asked(first)
+        *batches, _ = self.all_from(first)
         for frames in batches:
             self.read(frames, self.rank)
         return len(batches)
@@ -333,15 +324,15 @@ def test_events_are_what_a_real_vllm_sends(clean: Worker, heard: Subscriber) -> 
                 real.setdefault(event["type"], []).append(shape(event))
     clean.http.post("/v1/load_lora_adapter", json={"lora_name": "poet"}).raise_for_status()
     try:
-        for at in range(12):  # until there is no room
-            ask(clean, LONG + f"{at} " * 200)
+        for at in range(8):  # until there is no room
+            ask(clean, f"Guest {at} has a coat. " * 200)
         ask(clean, LONG, model="poet")
         ask(clean, LONG, cache_salt="mine")
     finally:
         clean.http.post("/v1/unload_lora_adapter", json={"lora_name": "poet"}).raise_for_status()
     clean.http.post("/reset_prefix_cache").raise_for_status()
     first = heard.expected
-    *batches, end = heard.asked(first)
+    *batches, end = heard.all_from(first)
     mine = [event for frames in batches for event in events(frames)]
     assert {event["type"] for event in mine} == set(real) == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
     for event in mine:
@@ -355,7 +346,7 @@ def test_events_are_what_a_real_vllm_sends(clean: Worker, heard: Subscriber) -> 
     assert shape(msgspec.msgpack.decode(batches[0][2])[::2]) == shape(msgspec.msgpack.decode(told[2])[::2])
 
 
-@pytest.mark.parametrize("name", ["numbers", "ranks"])
+@pytest.mark.parametrize("name", [run.name for run in recorded().runs])
 def test_what_a_real_vllm_has_said_foretells_what_it_found(name: str) -> None:
     """So the recording is read as it is meant: `cached` is vLLM's own count."""
     run = recorded().run(name)

@@ -158,14 +158,20 @@ def events(frames: Sequence[bytes]) -> list[Any]:
     return found  # type: ignore[no-any-return]
 
 
-def shape(value: Any) -> Any:
-    """What kind of value it is: names of a map, types of single values, and of what is in a list each kind once."""
-    if isinstance(value, dict):
-        return {name: shape(each) for name, each in value.items()}
+def form(told: Sequence[dict[str, Any]]) -> dict[str, dict[str, set[str]]]:
+    """Of each type of event the names that it can have, with the types of their values, and of what is in those that
+    are lists; a name that not each has can also be `absent`."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for event in told:
+        kinds = found.setdefault(event["type"], {name: set() for name in event})
+        for name in event.keys() - kinds.keys():
+            kinds[name] = {"absent"}
+        for name, types in kinds.items():
+            types.update(_types(event[name]) if name in event else ["absent"])
+    return found
+
+
+def _types(value: Any) -> list[str]:
     if isinstance(value, list):
-        kinds: list[Any] = []
-        for each in value:
-            if (kind := shape(each)) not in kinds:
-                kinds.append(kind)
-        return kinds
-    return None if value is None else type(value).__name__
+        return [f"list of {each}" for one in value for each in _types(one)]
+    return [type(value).__name__]

@@ -373,11 +373,11 @@ class Server(uvicorn.Server):
             # Turns that still wait when this time is nearly over will not be served. They are told, not cut.
             seconds = self.config.timeout_graceful_shutdown or 0
             asyncio.get_running_loop().call_later(max(0.0, seconds - max(_TO_TELL, seconds / 10)), capacity.close)
-        await self._take_who_waits(sockets or ())
+        await self.take_who_waits(sockets or ())
         await super().shutdown(sockets)
         self._farewell.ends()
 
-    async def _take_who_waits(self, sockets: Sequence[socket.socket]) -> None:
+    async def take_who_waits(self, sockets: Sequence[socket.socket]) -> None:
         """Accept who has connected and waits for that: when the port closes, the kernel resets them, with the turns
         that they may have sent. Where the machine is busy, they are those of many milliseconds."""
         listeners = [*sockets, *itertools.chain(*(sockets for _, sockets in self._beside))]

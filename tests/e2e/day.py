@@ -48,7 +48,7 @@ WORKERS, REPLICAS = 3, 2
 SICK = "w1"
 NEW = "w3"
 DONE = b"data: [DONE]"
-LIMIT = 180.0
+LIMIT = 400.0
 """Seconds for each step; generous, because a busy machine takes its time."""
 SILENT = {"Sources of workers"}
 """Panels of the board that have nothing to show here: the workers stand in the settings."""

@@ -88,7 +88,8 @@ def fronts(vllm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fron
         [mock] = processes.workers(1, "--tokens", "8")
         real = Worker("vllm", vllm, mock.process)  # no process of ours, and nobody asks for it
         tapped = Worker("vllm", f"http://127.0.0.1:{tap.getsockname()[1]}", mock.process)
-        [alone] = processes.replicas(1, [tapped], folder / "alone")
+        # The tap is open only while a test listens there: nothing but turns is to be sent to it.
+        [alone] = processes.replicas(1, [tapped], folder / "alone", "--probe-path=off", "--models-interval=0")
         yield Fronts(mock, processes.replicas(2, [real, mock], folder / "claims"), alone, tap)
 
 

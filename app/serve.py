@@ -35,7 +35,7 @@ from app.config import Settings
 from app.gathering import Gathering
 from app.http.client import ClientLimits, Route, client_protocol
 from app.http.origins import Origins
-from app.http.tcp import ask_for_life, give_up_on_silence
+from app.http.tcp import ask_for_life, give_up_on_silence, is_quiet
 from app.http.tls import AcceptedTls
 from app.listening import (
     Place,
@@ -374,8 +374,18 @@ class Server(uvicorn.Server):
             # Turns that still wait when this time is nearly over will not be served. They are told, not cut.
             seconds = self.config.timeout_graceful_shutdown or 0
             asyncio.get_running_loop().call_later(max(0.0, seconds - max(_TO_TELL, seconds / 10)), capacity.close)
+        await self.take_who_waits(sockets or ())
         await super().shutdown(sockets)
         self._farewell.ends()
+
+    async def take_who_waits(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept who has connected and waits for that: when the port closes, the kernel resets them, with the turns
+        that they may have sent. Where the machine is busy, they are those of many milliseconds."""
+        listeners = [*sockets, *itertools.chain(*(sockets for _, sockets in self._beside))]
+        for _ in range(_BACKLOG):  # the loop may accept one at a time, and others come meanwhile
+            await asyncio.sleep(0)
+            if all(map(is_quiet, listeners)):
+                break
 
     async def serve_beside(self) -> None:
         """The other listeners, as uvicorn makes the first: closed, drained and waited for with it."""

@@ -109,11 +109,11 @@ class Rank:
             self._task = asyncio.create_task(self._run())
 
     def clear(self) -> bool:
-        """Forget what is cached. False: something runs, and nothing was done."""
+        """Forget what is cached; as in vLLM, those who listen are told with the next step. False: something runs, and
+        nothing was done."""
         if self.scheduler.load or self.scheduler.plan is not None:
             return False
         self.scheduler.cache.clear()
-        self._flush()
         return True
 
     def restart(self) -> None:

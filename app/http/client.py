@@ -29,6 +29,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from app.errors import ClientDisconnected, TurnError, error_response
+from app.http import tcp
 from app.http.exchange import STATUS_LINES, Connection, Exchange, Proxy, Turn, head_bytes
 from app.http.headers import Header, connection_named
 from app.http.inplace import Driven, taken_by_peer
@@ -63,6 +64,8 @@ _ENDLESS = sys.maxsize
 _ALLOWED = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 _CONTROL_BODY = 1 << 20
 """Bytes that the body of a request to the control plane may have."""
+_LAST_WORDS = 0.2
+"""Seconds that a connection without a request may still bring one when we stop."""
 _LINGER = 30.0
 _LINGER_IDLE = 2.0
 """Seconds in all, and seconds without a byte, that are read on after the last answer. A connection that is closed with
@@ -149,11 +152,22 @@ class ClientProtocol(Connection):
     # -- uvicorn's side
 
     def shutdown(self) -> None:
-        """Close behind what is to be answered."""
+        """Close behind what is to be answered, and behind a request that is on its way: to close a connection with
+        bytes unread resets it, and whoever sent them (a load balancer) may not send them again."""
         if self._queue:
             self._queue[-1].keep_alive = False
         else:
-            self.transport.close()
+            self.loop.call_later(_LAST_WORDS, self._part)
+
+    def _part(self) -> None:
+        if self._queue:
+            self._queue[-1].keep_alive = False
+        elif not self.transport.is_closing():
+            raw = self.transport.get_extra_info("socket")
+            if raw is None or tcp.is_quiet(raw):
+                self.transport.close()
+            else:
+                self.loop.call_soon(self.shutdown)  # it is read first
 
     def hand_over(self, request: bytes) -> None:
         """Give the connection to uvicorn's own protocol, which answers this request and closes it."""

@@ -1,45 +1,35 @@
-"""`python -m tests.clients.record_events`: what the installed vLLM says of its blocks, into `tests/unit/files/`.
+"""`python -m tests.clients.record_events [NAME ...]`: what the installed vLLM says of its blocks, into
+`tests/unit/files/`.
 
-Two engines: one with numbers as hashes and room for a few blocks, so that it removes some, with an adapter and a salt;
-and one with two ranks, a topic, and bytes as hashes.
+Engines with room for a few blocks, so that they remove some: `numbers` as hashes, with an adapter and a salt; `bytes`
+as hashes, and a topic; two `ranks`, which are seven processes that take long to start.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import zmq
 
-from tests.clients.vllm import MODEL, installed, make_model, standing_vllm, version
-from tests.support.kv_events import Frames, Recording, Run, Step, number, write
-from tests.support.tcp import free_ports
+from tests.clients.vllm import MODEL, consecutive_ports, installed, kv_events, make_model, standing_vllm, version
+from tests.support.kv_events import FILE, Frames, Recording, Run, Step, asked, recorded, write
 
 BLOCK_SIZE, BLOCKS = 32, 12
 QUIET_SECONDS = 1.5
 """So long after the last message none comes any more."""
 ANSWER_SECONDS = 120
 ADAPTER = "poet"
+_BYTES = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
 _OPTIONS = [f"--block-size={BLOCK_SIZE}", f"--num-gpu-blocks-override={BLOCKS}", f"--max-model-len={8 * BLOCK_SIZE}"]
-
-
-def consecutive_ports(count: int) -> int:
-    """The first of so many free ones that follow each other: each rank has the next."""
-    while True:
-        [first] = free_ports(1)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
-            for port in range(first, first + count):
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 class Recorder:
@@ -71,24 +61,15 @@ class Recorder:
         self.steps.append(Step(what, 0, [], 0, self._heard(0)))
 
     def replay(self, first: int) -> list[Frames]:
-        with self._context.socket(zmq.DEALER) as asking:
-            asking.connect(self._replay)
-            asking.send_multipart((b"", first.to_bytes(8, "big")))
-            found: list[Frames] = []
-            while not found or number(found[-1]) != -1:
-                assert asking.poll(ANSWER_SECONDS * 1000), "the replay has no end"
-                empty, topic, at, payload = asking.recv_multipart()
-                assert empty == b""
-                found.append((topic, at, payload))
-        return found
+        return asked(self._context, self._replay, first, ANSWER_SECONDS)
 
     def _ask(self, what: str, path: str, prompt: list[int], rank: int, body: dict[str, Any]) -> None:
-        body = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | body
-        usage = self._post(path, body, rank)["usage"]
+        asked_for: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "temperature": 0, "ignore_eos": True} | body
+        usage = self._post(path, asked_for, rank)["usage"]
         assert usage["prompt_tokens"] == len(prompt)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        adapter = body["model"] if body["model"] != MODEL else ""
-        salt = body.get("cache_salt", "")
+        adapter = asked_for["model"] if asked_for["model"] != MODEL else ""
+        salt = asked_for.get("cache_salt", "")
         self.steps.append(Step(what, rank, prompt, cached, self._heard(rank), adapter, salt))
 
     def _post(self, path: str, body: dict[str, Any], rank: int = 0) -> Any:
@@ -109,29 +90,42 @@ class Recorder:
         return found
 
 
-def record(name: str, model: Path, folder: Path, options: list[str], settings: dict[str, str], topic: str) -> Run:
-    ranks = 2 if "--data-parallel-size=2" in options else 1
+class How(TypedDict):
+    """How an engine is started and asked."""
+
+    ranks: int
+    options: list[str]
+    settings: dict[str, str]
+    topic: str
+    ask: Callable[[Recorder], None]
+
+
+def record(
+    name: str,
+    model: Path,
+    folder: Path,
+    *,
+    ranks: int,
+    options: list[str],
+    settings: dict[str, str],
+    topic: str,
+    ask: Callable[[Recorder], None],
+) -> Run:
     first = consecutive_ports(2 * ranks)
-    config = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"tcp://*:{first}",
-        "replay_endpoint": f"tcp://*:{first + ranks}",
-        "topic": topic,
-    }
-    started = [*options, f"--kv-events-config={json.dumps(config)}"]
+    options = [*_OPTIONS, *options]
+    started = [each.format(model=model) for each in options]
+    started.append(kv_events(first, first + ranks, topic))
     log = folder / f"{name}.log"
     print(f"{name}: {log}", flush=True)
     with standing_vllm(model, log, *started, **settings) as url, zmq.Context() as context:
         endpoints = [f"tcp://127.0.0.1:{first + rank}" for rank in range(ranks)]
         recorder = Recorder(url, context, endpoints, f"tcp://127.0.0.1:{first + ranks}")
         time.sleep(QUIET_SECONDS)  # until it has heard that we listen
-        (_ranks if ranks > 1 else _blocks)(recorder)
+        ask(recorder)
         replay_from = 1
         replayed = recorder.replay(replay_from)
         context.destroy(linger=0)
-    kept = [option for option in options if str(folder) not in option]
-    return Run(name, kept, settings, BLOCK_SIZE, recorder.steps, replay_from, replayed)
+    return Run(name, options, settings, BLOCK_SIZE, recorder.steps, replay_from, replayed)
 
 
 def _blocks(recorder: Recorder) -> None:
@@ -139,12 +133,12 @@ def _blocks(recorder: Recorder) -> None:
     recorder.complete("three blocks and a bit", one)
     recorder.complete("the same again", one)
     recorder.complete("all are told again on request", one, vllm_xargs={"kv_cache_report_mode": "full"})
-    recorder.complete("one block more, of a session", [*one, *range(270, 300)], session_id="ticket-42")
+    recorder.complete("one block more, of a session", [*one, *range(30, 60)], session_id="ticket-42")
     recorder.complete("a block is filled by the answer", [*range(200, 230)], max_tokens=BLOCK_SIZE + 4)
     recorder.chat("a chat", "Where is my coat? " * 3)
     recorder.chat("a chat with a salt", "Where is my coat? " * 3, cache_salt="mine")
     recorder.complete("an adapter's", one[: 2 * BLOCK_SIZE + 2], model=ADAPTER)
-    recorder.complete("no room: some are removed", [*range(300, 300 + 5 * BLOCK_SIZE + 1)])
+    recorder.complete("no room: some are removed", [*range(250, 250 - 5 * BLOCK_SIZE - 1, -1)])
     recorder.order("the cache is cleared", "/reset_prefix_cache")
     recorder.complete("and filled again", one[: BLOCK_SIZE + 1])
 
@@ -155,18 +149,42 @@ def _ranks(recorder: Recorder) -> None:
         recorder.complete(f"rank {rank}, one block more", [*range(100, 100 + 3 * BLOCK_SIZE + 1)], rank=rank)
 
 
+def _bytes(recorder: Recorder) -> None:
+    one = [*range(100, 100 + 2 * BLOCK_SIZE + 1)]
+    recorder.complete("two blocks", one)
+    recorder.complete("one block more", [*one, *range(30, 30 + BLOCK_SIZE)])
+    recorder.complete("others", [*range(30, 30 + 7 * BLOCK_SIZE)])
+    recorder.complete("no room: some are removed", [*range(250, 250 - 5 * BLOCK_SIZE - 1, -1)])
+
+
+RUNS: dict[str, How] = {
+    "numbers": {
+        "ranks": 1,
+        "options": ["--enable-lora", f"--lora-modules={ADAPTER}={{model}}/adapter"],
+        "settings": {"VLLM_SERVER_DEV_MODE": "1"},
+        "topic": "",
+        "ask": _blocks,
+    },
+    "bytes": {"ranks": 1, "options": [], "settings": _BYTES, "topic": "kv", "ask": _bytes},
+    "ranks": {"ranks": 2, "options": ["--data-parallel-size=2"], "settings": {}, "topic": "", "ask": _ranks},
+}
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.clients.record_events", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(RUNS)} (all)")
+    names = parser.parse_args().names or list(RUNS)
+    if unknown := [name for name in names if name not in RUNS]:
+        parser.error(f"not known: {', '.join(unknown)}")
     if not installed():
         print("vllm is not installed: python -m tests.clients.install vllm", file=sys.stderr)
         return 1
     folder = Path(tempfile.mkdtemp(prefix="record-events-"))
     model = make_model(folder / "model")
-    adapters = ["--enable-lora", f"--lora-modules={ADAPTER}={model / 'adapter'}"]
-    numbers = record("numbers", model, folder, [*_OPTIONS, *adapters], {"VLLM_SERVER_DEV_MODE": "1"}, "")
-    write(Recording(f"vLLM {version()}", [numbers]))
-    settings = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0"}
-    ranks = record("ranks", model, folder, [*_OPTIONS, "--data-parallel-size=2"], settings, "kv")
-    write(Recording(f"vLLM {version()}", [numbers, ranks]))
+    kept = {run.name: run for run in recorded().runs} if FILE.exists() else {}
+    for name in names:
+        kept[name] = record(name, model, folder, **RUNS[name])
+        write(Recording(f"vLLM {version()}", [kept[each] for each in RUNS if each in kept]))
     return 0
 
 

@@ -18,10 +18,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import zmq
 from openai import BadRequestError, NotFoundError, OpenAI
 
-from tests.clients.vllm import MAX_TOKENS, MODEL, START_SECONDS, installed, make_model, standing_vllm
+from tests.clients.vllm import (
+    MAX_TOKENS,
+    MODEL,
+    START_SECONDS,
+    consecutive_ports,
+    installed,
+    kv_events,
+    make_model,
+    standing_vllm,
+)
 from tests.support.http_model import Answer, Incomplete, read_answer
+from tests.support.kv_events import Blocks, Frames, asked, events, form, recorded
 from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.raw import Client
 from tests.support.tcp import TcpProxy
@@ -38,12 +49,19 @@ pytestmark = pytest.mark.timeout(START_SECONDS + 300)
 
 
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def events_port() -> int:
+    """Where it tells of its blocks; where it is asked for what was missed is the next one."""
+    return consecutive_ports(2)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory, events_port: int) -> Iterator[str]:
     """Its address."""
     if not installed():
         pytest.skip("vllm is not installed: python -m tests.clients.install vllm")
     folder = tmp_path_factory.mktemp("vllm")
-    with standing_vllm(make_model(folder / "model"), folder / "vllm.log") as url:
+    events = kv_events(events_port, events_port + 1)
+    with standing_vllm(make_model(folder / "model"), folder / "vllm.log", events) as url:
         yield url
 
 
@@ -70,7 +88,8 @@ def fronts(vllm: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fron
         [mock] = processes.workers(1, "--tokens", "8")
         real = Worker("vllm", vllm, mock.process)  # no process of ours, and nobody asks for it
         tapped = Worker("vllm", f"http://127.0.0.1:{tap.getsockname()[1]}", mock.process)
-        [alone] = processes.replicas(1, [tapped], folder / "alone")
+        # The tap is open only while a test listens there: nothing but turns is to be sent to it.
+        [alone] = processes.replicas(1, [tapped], folder / "alone", "--probe-path=off", "--models-interval=0")
         yield Fronts(mock, processes.replicas(2, [real, mock], folder / "claims"), alone, tap)
 
 
@@ -170,6 +189,39 @@ def _body(path: str, **more: Any) -> bytes:
 
 
 _USER: Any = {"role": "user", "content": "Hello."}
+
+
+# -- what it tells of its blocks
+
+
+async def test_its_kv_events_are_as_they_were_recorded(vllm: str, events_port: int) -> None:
+    """`recorded` is what the mock workers' events and the readers of events are compared with."""
+    steps = recorded().run("numbers").steps
+    known = form([event for step in steps for frames in step.frames for event in events(frames)])["BlockStored"]
+    prompt = f"{secrets.token_hex(8)} " + "a ticket names a hook " * 40
+    cached = []
+    blocks = Blocks()
+    for _ in range(2):
+        answer = await ask(
+            vllm, "POST", COMPLETIONS, JSON, json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 1}).encode()
+        )
+        cached.append(((answer.json["usage"]["prompt_tokens_details"] or {}).get("cached_tokens")) or 0)
+    tokens = (await ask(vllm, "POST", "/tokenize", JSON, json.dumps({"model": MODEL, "prompt": prompt}).encode())).json
+
+    def told() -> list[Frames]:
+        with zmq.Context() as context:
+            return asked(context, f"tcp://127.0.0.1:{events_port + 1}", 0, ANSWER_SECONDS)
+
+    async def overlap() -> int:
+        *batches, _ = await asyncio.to_thread(told)
+        for frames in batches[blocks.expected :]:
+            blocks.read(frames, 0)
+            for name, types in form(events(frames)).get("BlockStored", {}).items():
+                assert types <= known[name], (name, types)
+        return blocks.overlap(tokens["tokens"])
+
+    found = await wait_until(overlap, ANSWER_SECONDS)
+    assert cached == [0, found]
 
 
 # -- bytes

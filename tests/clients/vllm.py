@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.clients.install import ENVIRONMENTS, HERE
+from tests.support.tcp import free_ports
 
 ENVIRONMENT = ENVIRONMENTS / "vllm"
 START_SECONDS = 900
@@ -49,6 +51,28 @@ def make_model(folder: Path) -> Path:
     python = str(ENVIRONMENT / "bin" / "python")
     subprocess.run([python, str(HERE / "tiny_model.py"), str(folder)], check=True, timeout=START_SECONDS)
     return folder
+
+
+def consecutive_ports(count: int) -> int:
+    """The first of so many free ones that follow each other: each rank has the next."""
+    while True:
+        [first] = free_ports(1)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+
+
+def kv_events(port: int, replay_port: int, topic: str = "") -> str:
+    """The option that has it publish what becomes of its blocks, at these ports and, for further ranks, those after."""
+    config = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{port}",
+        "replay_endpoint": f"tcp://*:{replay_port}",
+        "topic": topic,
+    }
+    return f"--kv-events-config={json.dumps(config)}"
 
 
 @contextlib.contextmanager

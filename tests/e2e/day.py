@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ WORKERS, REPLICAS = 3, 2
 SICK = "w1"
 NEW = "w3"
 DONE = b"data: [DONE]"
-LIMIT = 180.0
+LIMIT = 400.0
 """Seconds for each step; generous, because a busy machine takes its time."""
 SILENT = {"Sources of workers"}
 """Panels of the board that have nothing to show here: the workers stand in the settings."""
@@ -116,7 +116,7 @@ class Load:
         elif answer.worker == SICK:
             self.sick[str(answer.status)] += 1
         else:
-            self.failed[f"{answer.status} at {answer.worker}: {answer.body[:200]!r}"] += 1
+            self.failed[f"{answer.status} at {answer.worker}: {answer.body[:200]!r} ({time.strftime('%H:%M:%S')})"] += 1
 
     def _note(self, session: str, worker: str) -> None:
         before = self.at.get(session, worker)
@@ -216,7 +216,7 @@ class Day:
         assert done.returncode == 0, done.stderr
         return {row["name"]: row for row in json.loads(done.stdout)["workers"]}
 
-    async def page(self, replica: Replica) -> AsyncIterator[dict[str, Any]]:
+    async def page(self, replica: Replica) -> AsyncGenerator[dict[str, Any], None]:
         """What the page shows, again and again, by the stream that it reads."""
         token = (self._folder / "admin-token").read_text().strip()
         async with await Wire.to(replica.url) as wire:
@@ -237,6 +237,11 @@ class Day:
         lines = [json.loads(line) for line in replica.process.output().splitlines() if line.startswith("{")]
         wanted = {"event": event} | fields
         return [line for line in lines if wanted.items() <= line.items()]
+
+    def told_by(self, label: str) -> str:
+        """The end of its log."""
+        [process] = [each for each in self._processes.all if each.label == label]
+        return process.output()[-4000:]
 
     # -- the day
 
@@ -408,6 +413,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         day = Day(processes, etcd.url("day"), args.rate)
         asyncio.run(day.run())
+        if day.load.failed:
+            print(day.told_by("nginx"))
     load = day.load
     for failure, count in load.failed.most_common(10):
         print(f"{count} x {failure}")

@@ -225,6 +225,24 @@ def test_while_draining_each_answer_ends_its_connection(serve: Callable[..., Rou
     assert (health.status_code, health.headers["connection"]) == (200, "close")
 
 
+def test_who_has_connected_when_the_port_closes_is_answered(serve: Callable[..., Router]) -> None:
+    """The kernel takes connections before we do, and resets those that wait when the port closes."""
+    router = serve()
+    port = int(router.url.rpartition(":")[2])
+    router.process.send_signal(signal.SIGSTOP)
+    waiting = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(20)]
+    for each in waiting:
+        each.sendall(b"POST /v1/x HTTP/1.1\r\nhost: r\r\nx-dynamo-session-id: a b\r\ncontent-length: 2\r\n\r\n{}")
+    router.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)  # longer than it takes to look whether it is to end
+    router.process.send_signal(signal.SIGCONT)
+    for each in waiting:
+        with each, each.makefile("rb") as answer:
+            assert answer.readline() == b"HTTP/1.1 400 Bad Request\r\n"
+            assert b"connection: close" in answer.read().lower()
+    assert router.process.wait(10) == 0
+
+
 def test_all_addresses_means_those_of_both_families(serve: Callable[..., Router]) -> None:
     router = serve("--host", "::")
     port = int(re.search(r":(\d+)", router.announcement.partition("http://[::]")[2])[1])  # type: ignore[index]

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import os
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -614,6 +615,26 @@ async def test_shutdown_lets_running_turns_end() -> None:
         gate.set()
         assert (await busy.rest()).endswith(END)  # and it closes the connection after that
         assert r.bench.outcomes() == {"completed": 1}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+async def test_shutdown_answers_a_request_that_has_come(kept: bool) -> None:
+    """And was not read yet: a connection that is closed with bytes unread is reset."""
+    async with serving(answers(OK)) as r:
+        raw = socket.create_connection(("127.0.0.1", r.port))
+        reader, writer = await asyncio.open_connection(sock=raw)
+        client = Socket(reader, writer)
+        await until(lambda: bool(r.server.server_state.connections))
+        if kept:
+            await client.ask(post())
+            await client.answer()
+        [protocol] = r.server.server_state.connections
+        os.write(raw.fileno(), post())
+        protocol.shutdown()
+        first, _ = await client.answer()
+        assert first.startswith(b"HTTP/1.1 200")
+        assert await client.closed()
+        writer.close()
 
 
 async def test_shutdown_cuts_turns_that_do_not_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -166,7 +166,8 @@ class Bench:
         """Turns by outcome."""
         counted: dict[str, int] = {}
         for (_, outcome), number in self.metrics.turns.cells.items():
-            counted[outcome] = counted.get(outcome, 0) + number
+            if number:
+                counted[outcome] = counted.get(outcome, 0) + number
         return counted
 
     async def rest(self) -> None:

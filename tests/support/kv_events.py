@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 FILE = Path(__file__).parents[1] / "unit" / "files" / "vllm_kv_events.json"
 
@@ -132,6 +133,21 @@ def write(recording: Recording) -> None:
     FILE.write_text(f'{{"engine": {json.dumps(recording.engine)}, "runs": [\n{runs}\n]}}\n')
 
 
+def asked(context: zmq.Context[Any], endpoint: str, first: int, limit: float) -> list[Frames]:
+    """All from number `first` on that is kept there, and the end mark. `limit`: seconds without an answer."""
+    found: list[Frames] = []
+    with context.socket(zmq.DEALER) as asking:
+        asking.setsockopt(zmq.LINGER, 0)
+        asking.connect(endpoint)
+        asking.send_multipart((b"", first.to_bytes(8, "big")))
+        while not found or number(found[-1]) != -1:
+            assert asking.poll(int(limit * 1000)), "the replay has no end"
+            empty, topic, at, payload = asking.recv_multipart()
+            assert empty == b""
+            found.append((topic, at, payload))
+    return found
+
+
 def number(frames: Sequence[bytes]) -> int:
     return int.from_bytes(frames[1], "big", signed=True)
 
@@ -142,14 +158,20 @@ def events(frames: Sequence[bytes]) -> list[Any]:
     return found  # type: ignore[no-any-return]
 
 
-def shape(value: Any) -> Any:
-    """What kind of value it is: names of a map, types of single values, and of what is in a list each kind once."""
-    if isinstance(value, dict):
-        return {name: shape(each) for name, each in value.items()}
+def form(told: Sequence[dict[str, Any]]) -> dict[str, dict[str, set[str]]]:
+    """Of each type of event the names that it can have, with the types of their values, and of what is in those that
+    are lists; a name that not each has can also be `absent`."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for event in told:
+        kinds = found.setdefault(event["type"], {name: set() for name in event})
+        for name in event.keys() - kinds.keys():
+            kinds[name] = {"absent"}
+        for name, types in kinds.items():
+            types.update(_types(event[name]) if name in event else ["absent"])
+    return found
+
+
+def _types(value: Any) -> list[str]:
     if isinstance(value, list):
-        kinds: list[Any] = []
-        for each in value:
-            if (kind := shape(each)) not in kinds:
-                kinds.append(kind)
-        return kinds
-    return None if value is None else type(value).__name__
+        return [f"list of {each}" for one in value for each in _types(one)]
+    return [type(value).__name__]

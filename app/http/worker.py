@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import ssl
 from collections import deque
 from typing import Any, Protocol, cast
@@ -110,7 +111,6 @@ class WorkerConnection(asyncio.Protocol):
         "_written",
         "connected",
         "first_byte",
-        "idle_since",
         "last_read",
         "response",
         "uploading",
@@ -133,7 +133,9 @@ class WorkerConnection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._head: Wake | None = None
         self._failure: AttemptFailed | None = None
-        self.idle_since = self.last_read = 0.0
+        self.last_read = 0.0
+        """When something last came, by the loop's time, or a request was sent. An idle one is idle since then: so its
+        worker sees it."""
 
     # -- the turn's side
 
@@ -148,19 +150,20 @@ class WorkerConnection(asyncio.Protocol):
     ) -> Wake:
         """Write a request. The wake is set when the head of the `response` is there; it raises StaleConnection,
         ConnectionBroken or BadResponse. `more`: other pieces of the body follow by `write`."""
-        assert self._transport is not None
+        transport = self._transport
+        assert transport is not None
         self.response.begin(expected, on_interim)
-        self.first_byte = self._between_chunks = False
+        self.first_byte = False
         self._exchange = True
         self.uploading = more
         self._head = wake = Wake()
         self.last_read = self._loop.time()
         if self._tls:
             self._count()
-        self._before = before = self._written
         size = len(body)
-        self._written = before + len(head) + size
-        if self._transport.is_closing():
+        self._before = self._written
+        self._written += len(head) + size
+        if transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif size <= 65536:
             self._write(head + body if size else head)
@@ -228,7 +231,8 @@ class WorkerConnection(asyncio.Protocol):
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         ):
-            self.resume()
+            if self._paused:
+                self.resume()
             self._used = True
             self._pool.give(self)
         else:
@@ -343,15 +347,9 @@ class WorkerConnection(asyncio.Protocol):
         if self._between_chunks:
             # Most reads of a stream are one chunk. It needs no parser, which is left between two chunks as it was, and
             # no new framing.
-            end = data.find(b"\r\n", 1, 9)
-            size = len(data) - end - 4
-            if (
-                size > 0 < end
-                and data[:end] in (b"%x" % size, b"%X" % size)
-                and data.endswith(b"\r\n")
-                and self._sink is not None
-            ):
-                self._sink.on_chunk(data, end + 2)
+            opening = _opening(len(data))
+            if data.startswith(opening) and data.endswith(b"\r\n") and self._sink is not None:
+                self._sink.on_chunk(data, len(opening[0]))
                 return
         response = self.response
         if not self._exchange or response.complete:
@@ -381,6 +379,17 @@ class WorkerConnection(asyncio.Protocol):
             if response.complete:
                 self._sink = None
             sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), response.complete)
+
+
+@functools.lru_cache(maxsize=4096)
+def _opening(size: int) -> tuple[bytes, ...]:
+    """The line, in either spelling, with which one chunk begins that is `size` bytes long with all its framing; none
+    where there is no such chunk."""
+    for digits in range(1, 9):
+        length = size - digits - 4
+        if length > 0 and len(b"%x" % length) == digits:
+            return b"%x\r\n" % length, b"%X\r\n" % length
+    return ()
 
 
 class Pool:
@@ -435,7 +444,7 @@ class Pool:
         """The most recently used idle connection, or None: then `connect`."""
         while self._idle:
             connection = self._idle.pop()
-            if connection._loop.time() - connection.idle_since < _IDLE_A_WHILE or connection.is_quiet():
+            if connection._loop.time() - connection.last_read < _IDLE_A_WHILE or connection.is_quiet():
                 return connection
             connection.close()
         return None
@@ -485,10 +494,9 @@ class Pool:
         if self._closing or len(self._idle) >= self._max_idle:
             connection.close()
             return
-        loop = connection._loop
-        connection.idle_since = loop.time()
         self._idle.append(connection)
         if self._reaper is None:
+            loop = connection._loop
             self._reaper = loop.call_later(self._idle_limit, self._reap, loop)
 
     def closed(self, connection: WorkerConnection) -> None:
@@ -499,10 +507,10 @@ class Pool:
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         oldest = loop.time() - self._idle_limit
-        while self._idle and self._idle[0].idle_since <= oldest:
+        while self._idle and self._idle[0].last_read <= oldest:
             self._idle.popleft().close()
         self._reaper = (
-            loop.call_at(self._idle[0].idle_since + self._idle_limit, self._reap, loop) if self._idle else None
+            loop.call_at(self._idle[0].last_read + self._idle_limit, self._reap, loop) if self._idle else None
         )
 
     def close(self) -> None:

@@ -137,19 +137,11 @@ def blame(health: Health, failure: AttemptFailed) -> None:
 class Attempt:
     """One try. It holds the target's slot, and a connection from `send` on, until `end`."""
 
-    __slots__ = ("_loop", "_metrics", "_presence", "_slot", "_upload", "connection", "target", "upload_fault")
+    __slots__ = ("_loop", "_slot", "_upload", "connection", "target", "upload_fault")
 
-    def __init__(
-        self,
-        target: Target,
-        presence: Presence,
-        metrics: Metrics,
-        loop: asyncio.AbstractEventLoop,
-        slot: Slot | None = None,
-    ) -> None:
+    def __init__(self, target: Target, loop: asyncio.AbstractEventLoop, slot: Slot | None) -> None:
         """`slot`: the one at `target` that was taken for it already, where they are limited."""
-        self.target, self._presence, self._metrics, self._loop = target, presence, metrics, loop
-        self._slot = slot
+        self.target, self._loop, self._slot = target, loop, slot
         self.connection: WorkerConnection | None = None
         self._upload: Driven | None = None
         self.upload_fault: Exception | None = None

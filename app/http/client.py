@@ -57,7 +57,6 @@ _DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
 _ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect"})
 _NOT_HANDED_OVER = frozenset({b"connection", b"content-length", b"transfer-encoding", b"expect"})
-_USUAL = b" HTTP/1.1\r\n"
 _LARGE = 65536
 """Bytes of a body from which on it goes past the parser, which would copy it."""
 _ENDLESS = sys.maxsize
@@ -95,7 +94,9 @@ class ClientProtocol(Connection):
         self._queue: deque[Exchange] = deque()
         """What was read and is not answered: the first is, when it has begun; the last may still get its body."""
         self._since = 0.0
-        """When what we wait for began; for a body, its last byte."""
+        """When what we wait for began; for a body, its last byte. As it was last looked after: what has `_stirred`
+        since then begins then."""
+        self._stirred = False
         self._error: TurnError | None = None
         """What follows cannot be read, and why; answered behind the queue."""
         self._lingers = 0.0
@@ -122,7 +123,7 @@ class ClientProtocol(Connection):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         if not reader.in_head:
-            self._since = self.loop.time()
+            self._stirred = True
         if self._error is not None or self._lingers:
             self.unwanted(len(data))
             return
@@ -200,7 +201,7 @@ class ClientProtocol(Connection):
     def answered(self, keep_alive: bool) -> None:
         """The answer to the first in the queue is complete."""
         self._queue.popleft()
-        self._since = self.loop.time()
+        self._stirred = True
         self.left_over = 0
         if not keep_alive:
             self._hang_up()
@@ -218,6 +219,8 @@ class ClientProtocol(Connection):
 
     def look_after(self, now: float) -> None:
         """Called every now and then: close what is idle, refuse what is slow."""
+        if self._stirred:
+            self._stirred, self._since = False, now
         limits, reader, waited = self.limits, self._reader, now - self._since
         if self._has_stopped_reading(now):
             self.transport.abort()
@@ -362,9 +365,6 @@ class _Reader:
     _length = 0
     _expects_continue = False
     _may_be_large = False
-    # What the next head to be complete begins with, if that is known: there its version can be looked up, while the
-    # parser, asked for it, takes as long as for a whole head.
-    _opening = b""
     # The head that has just come, without the offer to change the protocol that it made: to be read instead of it.
     _without_offer = b""
     # Bytes that go to the exchange as they come, past the parser: the rest of a large body, or all (_ENDLESS).
@@ -416,8 +416,6 @@ class _Reader:
         self._is_overhead = True
         limit = self._connection.limits.head_bytes
         self._may_be_large = self.in_head or len(data) > limit
-        if not self.in_head and (self._exchange is None or not self._exchange.more_body):
-            self._opening = data
         while True:
             try:
                 self._parser.feed_data(data)
@@ -486,20 +484,17 @@ class _Reader:
     def on_headers_complete(self) -> None:
         self.in_head = self._is_overhead = False
         parser, url, headers, connection = self._parser, self._url, self._headers, self._connection
-        if self._may_be_large:
-            limit = connection.limits.head_bytes
-            if len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
-                raise _head_too_large(limit)
+        version = parser.get_http_version()
+        limit = connection.limits.head_bytes
+        if self._may_be_large and len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
+            raise _head_too_large(limit)
+        http_1_1 = version == "1.1"
+        if http_1_1:
+            if self._hosts != 1:
+                raise TurnError("invalid_request", "a request needs exactly one valid Host")
+        elif version != "1.0" or self._hosts > 1 or self._coded:
+            raise _not_http()
         method = parser.get_method()
-        http_1_1 = self._opening.startswith(_USUAL, len(method) + 1 + len(url))
-        self._opening = b""
-        if not http_1_1:
-            version = parser.get_http_version()
-            http_1_1 = version == "1.1"
-            if not http_1_1 and (version != "1.0" or self._hosts > 1 or self._coded):
-                raise _not_http()
-        if http_1_1 and self._hosts != 1:
-            raise TurnError("invalid_request", "a request needs exactly one valid Host")
         if method == b"CONNECT":
             raise TurnError("invalid_request", "this router makes no tunnels")
         raw_path, query, path, strays, authority = (_read_target if len(url) <= 256 else _read_target.__wrapped__)(url)

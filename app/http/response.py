@@ -14,7 +14,6 @@ from app.http.headers import Header, header
 _HEAD_BYTES = 256 * 1024
 """A worker's response head may not be longer, nor what comes with its body: trailers, extensions of chunks."""
 _INTERIM = re.compile(rb"HTTP/1\.[01] 1(?!01)")
-_USUAL = b"HTTP/1.1 "
 
 
 class NotHttp(Exception):
@@ -40,8 +39,7 @@ class Response:
 
     `pieces` is the body that nobody has taken yet. `framed` says that the head tells where the body ends, else the
     connection's end does (`close_delimited`). `raw`: after 101 the bytes are another protocol's, and not parsed.
-    `_seen` is what has come of a head that is not complete; `_refusal`, why the parser will not read it. `_is_1_1`: the
-    next head to be complete begins so; the parser, asked for a version, takes as long as for a whole head.
+    `_seen` is what has come of a head that is not complete; `_refusal`, why the parser will not read it.
     """
 
     __slots__ = (
@@ -51,7 +49,6 @@ class Response:
         "_framed",
         "_head_bytes",
         "_interim",
-        "_is_1_1",
         "_overhead",
         "_parser",
         "_refusal",
@@ -69,7 +66,7 @@ class Response:
     def __init__(self) -> None:
         self._parser: Any = self._new_parser()
         # Of these only the last response of a connection leaves anything behind.
-        self.close_delimited = self.raw = self._interim = self._is_1_1 = False
+        self.close_delimited = self.raw = self._interim = False
         self._seen = b""
         self._refusal: httptools.HttpParserError | None = None
         self.begin(Expected.ANSWER, None)
@@ -104,8 +101,6 @@ class Response:
             self.pieces.append(data)
             return False
         has_head = self.status != 0
-        if not self._head_bytes:
-            self._is_1_1 = data.startswith(_USUAL)
         try:
             self._parse(data, has_head)
         except httptools.HttpParserUpgrade as switch:  # nothing else than that 101 raises it
@@ -175,9 +170,7 @@ class Response:
     def on_headers_complete(self) -> None:
         if self.complete:
             return
-        if self._is_1_1:
-            self._is_1_1 = False
-        elif self._parser.get_http_version() not in ("1.1", "1.0"):
+        if self._parser.get_http_version() not in ("1.1", "1.0"):
             raise NotHttp("the worker speaks another version of HTTP")
         status = self._parser.get_status_code()
         if status < 200:

@@ -111,7 +111,8 @@ class WorkerConnection(asyncio.Protocol):
         "_written",
         "connected",
         "first_byte",
-        "last_read",
+        "heard",
+        "quiet_since",
         "response",
         "uploading",
     )
@@ -133,9 +134,10 @@ class WorkerConnection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._head: Wake | None = None
         self._failure: AttemptFailed | None = None
-        self.last_read = 0.0
-        """When something last came, by the loop's time, or a request was sent. An idle one is idle since then: so its
-        worker sees it."""
+        self.heard = False
+        """Something has come or was sent, or could not come, since `quiet_for` was asked."""
+        self.quiet_since = 0.0
+        """By the loop's time; of an idle one, since when it is."""
 
     # -- the turn's side
 
@@ -157,7 +159,7 @@ class WorkerConnection(asyncio.Protocol):
         self._exchange = True
         self.uploading = more
         self._head = wake = Wake()
-        self.last_read = self._loop.time()
+        self.heard = True
         if self._tls:
             self._count()
         size = len(body)
@@ -178,7 +180,7 @@ class WorkerConnection(asyncio.Protocol):
         if self.connected and self._exchange:
             self._transport.write(data)
             self._written += len(data)
-            self.last_read = self._loop.time()  # while we send, nobody expects an answer
+            self.heard = True  # while we send, nobody expects an answer
             if self._room is not None:
                 await self._room
 
@@ -205,9 +207,16 @@ class WorkerConnection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused:
             self._paused = False
-            self.last_read = self._loop.time()  # the wait was not the worker's
+            self.heard = True  # the wait was not the worker's
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
+
+    def quiet_for(self, now: float) -> float:
+        """How many seconds it has been silent, as far as is known by being asked now and then: to note the time of
+        each piece would cost as much as the piece."""
+        if self.heard:
+            self.heard, self.quiet_since = False, now
+        return now - self.quiet_since
 
     def fail(self, failure: AttemptFailed) -> None:
         """Give the exchange up (a limit was exceeded, the client left) and cut the connection."""
@@ -343,7 +352,7 @@ class WorkerConnection(asyncio.Protocol):
             room.set()
 
     def data_received(self, data: bytes) -> None:
-        self.last_read = self._loop.time()
+        self.heard = True
         if self._between_chunks:
             # Most reads of a stream are one chunk. It needs no parser, which is left between two chunks as it was, and
             # no new framing.
@@ -444,7 +453,7 @@ class Pool:
         """The most recently used idle connection, or None: then `connect`."""
         while self._idle:
             connection = self._idle.pop()
-            if connection._loop.time() - connection.last_read < _IDLE_A_WHILE or connection.is_quiet():
+            if connection._loop.time() - connection.quiet_since < _IDLE_A_WHILE or connection.is_quiet():
                 return connection
             connection.close()
         return None
@@ -494,9 +503,10 @@ class Pool:
         if self._closing or len(self._idle) >= self._max_idle:
             connection.close()
             return
+        loop = connection._loop
+        connection.quiet_since = loop.time()
         self._idle.append(connection)
         if self._reaper is None:
-            loop = connection._loop
             self._reaper = loop.call_later(self._idle_limit, self._reap, loop)
 
     def closed(self, connection: WorkerConnection) -> None:
@@ -507,10 +517,10 @@ class Pool:
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         oldest = loop.time() - self._idle_limit
-        while self._idle and self._idle[0].last_read <= oldest:
+        while self._idle and self._idle[0].quiet_since <= oldest:
             self._idle.popleft().close()
         self._reaper = (
-            loop.call_at(self._idle[0].last_read + self._idle_limit, self._reap, loop) if self._idle else None
+            loop.call_at(self._idle[0].quiet_since + self._idle_limit, self._reap, loop) if self._idle else None
         )
 
     def close(self) -> None:

@@ -19,9 +19,9 @@ class Answer:
     piece. When the client's buffer is full it pauses that connection until the client has caught up.
 
     Invariant: the turn waits until it `_is_due`, at `_due`, for the end of the body, its failure, or the end being held
-    (`_held`), and never for the client: what that has not taken waits in its connection. While `_held` is set, whatever comes goes
-    there: nothing overtakes an end that waits for the session's close, nor a beginning that waits for its ids to be
-    claimed, which it does while there is a `_keeper`.
+    (`_held`), and never for the client: what that has not taken waits in its connection. While `_held` is set, whatever
+    comes goes there: nothing overtakes an end that waits for the session's close, nor a beginning that waits for its
+    ids to be claimed, which it does while there is a `_keeper`.
     """
 
     # Defaults in the class: most answers never set most of these.
@@ -164,17 +164,14 @@ class Answer:
         self._push(data, end)
 
     def on_chunk(self, frame: bytes, start: int) -> None:
-        binding = self._binding
-        if self._held is not None or not self.came or (binding is not None and binding.holds_end):
+        trail, binding = self._trail, self._binding
+        if trail is None or self._held is not None or (binding is not None and binding.holds_end):
             self.on_data(frame[start:-2], False)
             return
-        if self._trail is not None:
-            if len(frame) > sse.LONG:
-                self._trail.note(frame[start:-2])
-            else:
-                self._trail.append(frame)
+        if len(frame) > sse.LONG:
+            trail.note(frame[start:-2])
         else:
-            self._last = frame[start:-2]
+            trail.append(frame)
         if not self._exchange.write_chunk(frame, start):
             self._stall()
 

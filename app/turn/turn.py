@@ -704,7 +704,7 @@ class Turn:
         elif (answer is None or answer.waits_for_worker) and not connection.uploading:
             began = answer is not None and answer.came
             limit = limits.idle if began else limits.first_byte
-            silent = now - connection.last_read
+            silent = connection.quiet_for(now)
             if limit and silent > limit:
                 what = "sent nothing for" if began else "did not begin to answer within"
                 connection.fail(AttemptTimeout(f"the worker {what} {limit:g} s"))

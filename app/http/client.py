@@ -485,9 +485,10 @@ class _Reader:
         self.in_head = self._is_overhead = False
         parser, url, headers, connection = self._parser, self._url, self._headers, self._connection
         version = parser.get_http_version()
-        limit = connection.limits.head_bytes
-        if self._may_be_large and len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
-            raise _head_too_large(limit)
+        if self._may_be_large:
+            limit = connection.limits.head_bytes
+            if len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
+                raise _head_too_large(limit)
         http_1_1 = version == "1.1"
         if http_1_1:
             if self._hosts != 1:

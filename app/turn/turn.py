@@ -139,6 +139,8 @@ class Turn:
     asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
     """
 
+    _driven: Driven | None = None
+    """While it runs."""
     _binding: Hold | None = None
     _among: frozenset[str] | None = None
     """The names of the workers that serve its model; None: all do, or it names none."""
@@ -178,7 +180,6 @@ class Turn:
         self._began = loop.time()
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
-        self._driven: Driven | None = Driven(self._returned, self._failed)
         if shared.tracing is not None:
             self._trace = shared.tracing.begin(exchange)
 
@@ -278,6 +279,7 @@ class Turn:
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
         request, metrics, slots = self._request, self._shared.metrics, self._slots
+        trace = self._trace
         once = fresh = request.once
         killed = busy = False
         lost = _NOBODY
@@ -292,12 +294,15 @@ class Turn:
             worker = target.worker
             self._attempt = attempt = Attempt(target, self._loop, slot)
             try:
-                if self._trace is not None:
-                    request.trace_line = b"%b: %b\r\n" % self._trace.attempts(target)
+                if trace is not None:
+                    request.trace_line = b"%b: %b\r\n" % trace.attempts(target)
                 connection = None if fresh else worker.pool.take()
                 if connection is None:
                     connection = await connect(worker, self._presence, metrics)
-                head = attempt.send(request, connection)
+                attempt.connection = connection
+                head = request.send(connection, target)
+                if request.more:
+                    attempt.send_rest(request)
                 if self._read_at:
                     metrics.overhead.observe(time.perf_counter() - self._read_at)
                     self._read_at = 0.0
@@ -308,15 +313,15 @@ class Turn:
                     raise attempt.upload_fault from error
                 failure = error
                 blame(worker.health, error)
-                if self._trace is not None:
-                    self._trace.failed(error)
+                if trace is not None:
+                    trace.failed(error)
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
             else:
                 self._status = status = connection.response.status
-                if self._trace is not None:
-                    self._trace.answered(status)
+                if trace is not None:
+                    trace.answered(status)
                 judge(worker.health, status)
                 if status == 404 and self._asks_on(lost | {worker.name}):
                     self._again += 1
@@ -715,8 +720,8 @@ class Turn:
 
     def start(self) -> None:
         """Run up to where it waits for the first time."""
-        assert self._driven is not None
-        self._driven.start(self.run())
+        self._driven = driven = Driven(self._returned, self._failed)
+        driven.start(self.run())
 
     def cancel(self) -> None:
         """Stop wherever it is, as when the router's time to drain is over."""

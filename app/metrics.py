@@ -123,15 +123,22 @@ class Histogram:
         self.name, self.text, self.bounds, self.labels = name, text, bounds, labels or {}
         self._cells: dict[Labels, list[float]] = {}
         """By label values: how many fell into each bucket, the last without an upper bound, and then their sum."""
-        self._own = [] if self.labels else self._cell(())
-        """The cell of one without labels."""
+        if not self.labels:
+            self._own = self._cell(())
+            """The cell of one without labels."""
 
     def _cell(self, labels: Labels) -> list[float]:
         cell = self._cells[labels] = [*[0] * (len(self.bounds) + 1), 0.0]
         return cell
 
-    def observe(self, value: float, labels: Labels = ()) -> None:
-        cell = self._own or self._cells.get(labels) or self._cell(labels)
+    def observe(self, value: float) -> None:
+        """Of one without labels."""
+        cell = self._own
+        cell[bisect_left(self.bounds, value)] += 1
+        cell[-1] += value
+
+    def observe_of(self, labels: Labels, value: float) -> None:
+        cell = self._cells.get(labels) or self._cell(labels)
         cell[bisect_left(self.bounds, value)] += 1
         cell[-1] += value
 
@@ -401,23 +408,25 @@ class Metrics:
     ) -> None:
         """Count one turn, and for the worker that it was given (its `cells`, and its `status`). `ttft`: None where the
         turn was not completed, or had nothing in its body."""
-        self.turn(model, outcome)
+        if model in self._models:
+            self.turns.cells[model, outcome] += 1
+        else:
+            self.turn(model or "", outcome)
         self.turn_seconds.observe(seconds)
         if cells is not None:
             cells.turns[outcome, status] += 1
             if ttft is not None:
                 self.ttft.observe_with(cells.ttft, ttft)
 
-    def turn(self, model: str | None, outcome: TurnOutcome) -> None:
+    def turn(self, model: str, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""
-        name = model or ""
-        if name not in self._models:
-            if outcome == "completed" and len(self._models) < _MAX_MODELS and len(name) <= _MAX_MODEL_NAME:
-                self._models.add(name)
-                self._foresee_turns(name)
+        if model not in self._models:
+            if outcome == "completed" and len(self._models) < _MAX_MODELS and len(model) <= _MAX_MODEL_NAME:
+                self._models.add(model)
+                self._foresee_turns(model)
             else:
-                name = "other"
-        self.turns.cells[name, outcome] += 1
+                model = "other"
+        self.turns.cells[model, outcome] += 1
 
     def _foresee_turns(self, model: str) -> None:
         """Show each end that a turn for it can have, so that the first one is an increase like any other."""

@@ -97,7 +97,9 @@ class ClientProtocol(Connection):
         self._queue: deque[Exchange] = deque()
         """What was read and is not answered: the first is, when it has begun; the last may still get its body."""
         self._since = 0.0
-        """When what we wait for began; for a body, its last byte."""
+        """When what we wait for began; for a body, its last byte. As it was last looked after: what has `_stirred`
+        since then begins then."""
+        self._stirred = False
         self._error: TurnError | None = None
         """What follows cannot be read, and why; answered behind the queue."""
         self._lingers = 0.0
@@ -124,7 +126,7 @@ class ClientProtocol(Connection):
     def data_received(self, data: bytes) -> None:
         reader = self._reader
         if not reader.in_head:
-            self._since = self.loop.time()
+            self._stirred = True
         if self._error is not None or self._lingers:
             self.unwanted(len(data))
             return
@@ -213,7 +215,7 @@ class ClientProtocol(Connection):
     def answered(self, keep_alive: bool) -> None:
         """The answer to the first in the queue is complete."""
         self._queue.popleft()
-        self._since = self.loop.time()
+        self._stirred = True
         self.left_over = 0
         if not keep_alive:
             self._hang_up()
@@ -231,6 +233,8 @@ class ClientProtocol(Connection):
 
     def look_after(self, now: float) -> None:
         """Called every now and then: close what is idle, refuse what is slow."""
+        if self._stirred:
+            self._stirred, self._since = False, now
         limits, reader, waited = self.limits, self._reader, now - self._since
         if self._has_stopped_reading(now):
             self.transport.abort()
@@ -495,9 +499,10 @@ class _Reader:
         self.in_head = self._is_overhead = False
         parser, url, headers, connection = self._parser, self._url, self._headers, self._connection
         version = parser.get_http_version()
-        limit = connection.limits.head_bytes
-        if self._may_be_large and len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
-            raise _head_too_large(limit)
+        if self._may_be_large:
+            limit = connection.limits.head_bytes
+            if len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
+                raise _head_too_large(limit)
         http_1_1 = version == "1.1"
         if http_1_1:
             if self._hosts != 1:

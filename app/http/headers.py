@@ -38,13 +38,14 @@ NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request
 _NOT_TO_CLIENT = HOP_BY_HOP | {b"x-request-id"}
 
 _BODILESS = (204, 304)
+_line = b": ".join
 
 
 def sort_request(
     headers: Sequence[Header], wanted: frozenset[bytes], kept_back: frozenset[bytes] = NOT_TO_WORKER
 ) -> tuple[bytes, Noted]:
     """The header lines that go on to the worker, all but those `kept_back`, and the values of the `wanted` ones."""
-    lines: list[bytes] = []
+    passed: list[Header] = []
     noted: Noted = {}
     for pair in headers:
         name, value = pair
@@ -54,12 +55,11 @@ def sort_request(
             else:
                 noted[name] = [value]
         if name not in kept_back:
-            lines.append(b": ".join(pair))
+            passed.append(pair)
         elif name == b"connection" and connection_named(value):
             drop = {b"connection"}.union(*(connection_named(line) for key, line in headers if key == b"connection"))
             return sort_request([pair for pair in headers if pair[0] not in drop], wanted, kept_back)
-    lines.append(b"")
-    return b"\r\n".join(lines), noted
+    return b"\r\n".join([*map(_line, passed), b""]), noted
 
 
 FORWARDED = frozenset(

@@ -66,7 +66,7 @@ class Response:
     def __init__(self) -> None:
         self._parser: Any = self._new_parser()
         # Of these only the last response of a connection leaves anything behind.
-        self.close_delimited = self.raw = self._interim = False
+        self.close_delimited = self.raw = self._interim = self._chunk_ended = False
         self._seen = b""
         self._refusal: httptools.HttpParserError | None = None
         self.begin(Expected.ANSWER, None)
@@ -84,7 +84,7 @@ class Response:
     def begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
         self.status = 0
         self.headers: list[Header] = []
-        self.complete = self._framed = self._coded = self._chunk_ended = False
+        self.complete = self._framed = self._coded = False
         self.keep_alive = True
         self._expected, self.on_interim = expected, on_interim
         self._head_bytes = self._overhead = 0

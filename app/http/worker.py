@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import ssl
 from collections import deque
 from typing import Any, Protocol, cast
@@ -114,8 +115,8 @@ class WorkerConnection(asyncio.Protocol):
         "_written",
         "connected",
         "first_byte",
-        "idle_since",
-        "last_read",
+        "heard",
+        "quiet_since",
         "response",
         "uploading",
     )
@@ -137,7 +138,10 @@ class WorkerConnection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._head: Wake | None = None
         self._failure: AttemptFailed | None = None
-        self.idle_since = self.last_read = 0.0
+        self.heard = False
+        """Something has come or was sent, or could not come, since `quiet_for` was asked."""
+        self.quiet_since = 0.0
+        """By the loop's time; of an idle one, since when it is."""
 
     # -- the turn's side
 
@@ -152,19 +156,20 @@ class WorkerConnection(asyncio.Protocol):
     ) -> Wake:
         """Write a request. The wake is set when the head of the `response` is there; it raises StaleConnection,
         ConnectionBroken or BadResponse. `more`: other pieces of the body follow by `write`."""
-        assert self._transport is not None
+        transport = self._transport
+        assert transport is not None
         self.response.begin(expected, on_interim)
-        self.first_byte = self._between_chunks = False
+        self.first_byte = False
         self._exchange = True
         self.uploading = more
         self._head = wake = Wake()
-        self.last_read = self._loop.time()
+        self.heard = True
         if self._tls:
             self._count()
-        self._before = before = self._written
         size = len(body)
-        self._written = before + len(head) + size
-        if self._transport.is_closing():
+        self._before = self._written
+        self._written += len(head) + size
+        if transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
         elif size <= 65536:
             self._write(head + body if size else head)
@@ -179,7 +184,7 @@ class WorkerConnection(asyncio.Protocol):
         if self.connected and self._exchange:
             self._transport.write(data)
             self._written += len(data)
-            self.last_read = self._loop.time()  # while we send, nobody expects an answer
+            self.heard = True  # while we send, nobody expects an answer
             if self._room is not None:
                 await self._room
 
@@ -206,9 +211,16 @@ class WorkerConnection(asyncio.Protocol):
     def resume(self) -> None:
         if self._paused:
             self._paused = False
-            self.last_read = self._loop.time()  # the wait was not the worker's
+            self.heard = True  # the wait was not the worker's
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
+
+    def quiet_for(self, now: float) -> float:
+        """How many seconds it has been silent, as far as is known by being asked now and then: to note the time of
+        each piece would cost as much as the piece."""
+        if self.heard:
+            self.heard, self.quiet_since = False, now
+        return now - self.quiet_since
 
     def fail(self, failure: AttemptFailed) -> None:
         """Give the exchange up (a limit was exceeded, the client left) and cut the connection."""
@@ -232,7 +244,8 @@ class WorkerConnection(asyncio.Protocol):
             and not transport.is_closing()
             and not transport.get_write_buffer_size()
         ):
-            self.resume()
+            if self._paused:
+                self.resume()
             self._used = True
             self._pool.give(self)
         else:
@@ -343,19 +356,13 @@ class WorkerConnection(asyncio.Protocol):
             room.set()
 
     def data_received(self, data: bytes) -> None:
-        self.last_read = self._loop.time()
+        self.heard = True
         if self._between_chunks:
             # Most reads of a stream are one chunk. It needs no parser, which is left between two chunks as it was, and
             # no new framing.
-            end = data.find(b"\r\n", 1, 9)
-            size = len(data) - end - 4
-            if (
-                size > 0 < end
-                and data[:end] in (b"%x" % size, b"%X" % size)
-                and data.endswith(b"\r\n")
-                and self._sink is not None
-            ):
-                self._sink.on_chunk(data, end + 2)
+            opening = _opening(len(data))
+            if data.startswith(opening) and data.endswith(b"\r\n") and self._sink is not None:
+                self._sink.on_chunk(data, len(opening[0]))
                 return
         response = self.response
         if not self._exchange or response.complete:
@@ -385,6 +392,17 @@ class WorkerConnection(asyncio.Protocol):
             if response.complete:
                 self._sink = None
             sink.on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces), response.complete)
+
+
+@functools.lru_cache(maxsize=4096)
+def _opening(size: int) -> tuple[bytes, ...]:
+    """The line, in either spelling, with which one chunk begins that is `size` bytes long with all its framing; none
+    where there is no such chunk."""
+    for digits in range(1, 9):
+        length = size - digits - 4
+        if length > 0 and len(b"%x" % length) == digits:
+            return b"%x\r\n" % length, b"%X\r\n" % length
+    return ()
 
 
 class Pool:
@@ -439,7 +457,7 @@ class Pool:
         """The most recently used idle connection, or None: then `connect`."""
         while self._idle:
             connection = self._idle.pop()
-            if connection._loop.time() - connection.idle_since < _IDLE_A_WHILE or connection.is_quiet():
+            if connection._loop.time() - connection.quiet_since < _IDLE_A_WHILE or connection.is_quiet():
                 return connection
             connection.close()
         return None
@@ -492,7 +510,7 @@ class Pool:
             connection.close()
             return
         loop = connection._loop
-        connection.idle_since = loop.time()
+        connection.quiet_since = loop.time()
         self._idle.append(connection)
         if self._reaper is None:
             self._reaper = loop.call_later(self._idle_limit, self._reap, loop)
@@ -505,10 +523,10 @@ class Pool:
 
     def _reap(self, loop: asyncio.AbstractEventLoop) -> None:
         oldest = loop.time() - self._idle_limit
-        while self._idle and self._idle[0].idle_since <= oldest:
+        while self._idle and self._idle[0].quiet_since <= oldest:
             self._idle.popleft().close()
         self._reaper = (
-            loop.call_at(self._idle[0].idle_since + self._idle_limit, self._reap, loop) if self._idle else None
+            loop.call_at(self._idle[0].quiet_since + self._idle_limit, self._reap, loop) if self._idle else None
         )
 
     def close(self) -> None:

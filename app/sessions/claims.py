@@ -378,7 +378,7 @@ class Claims:
             outcome = "cancelled"
             raise
         finally:
-            self._metrics.store_seconds.observe(time.perf_counter() - started, (op, outcome))
+            self._metrics.store_seconds.observe_of((op, outcome), time.perf_counter() - started)
 
     def _has_answered(self) -> None:
         self._answers += 1

@@ -18,10 +18,10 @@ class Answer:
     """The sink of the worker's connection, which pushes into it: no task, no future and no round of the event loop per
     piece. When the client's buffer is full it pauses that connection until the client has caught up.
 
-    Invariant: the turn waits at `_done` for the end of the body, its failure, or the end being held (`_held`), and
-    never for the client: what that has not taken waits in its connection. While `_held` is set, whatever comes goes
-    there: nothing overtakes an end that waits for the session's close, nor a beginning that waits for its ids to be
-    claimed, which it does while there is a `_keeper`.
+    Invariant: the turn waits until it `_is_due`, at `_due`, for the end of the body, its failure, or the end being held
+    (`_held`), and never for the client: what that has not taken waits in its connection. While `_held` is set, whatever
+    comes goes there: nothing overtakes an end that waits for the session's close, nor a beginning that waits for its
+    ids to be claimed, which it does while there is a `_keeper`.
     """
 
     # Defaults in the class: most answers never set most of these.
@@ -43,11 +43,13 @@ class Answer:
     """What came last of an answer that is no event stream."""
     _trail: sse.Trail | None = None
     """What went by last of an event stream that is more than one piece."""
+    _is_due = False
+    _due: Wake | None = None
+    """None: the turn does not wait, as for an answer that is whole when its head comes."""
 
     def __init__(self, exchange: Exchange, presence: Presence, began: float) -> None:
         """`began`: when the turn did, by the loop's time."""
         self._exchange, self._presence, self._began = exchange, presence, began
-        self._done = Wake()
 
     @property
     def waits_for_worker(self) -> bool:
@@ -62,13 +64,15 @@ class Answer:
         if keeper is not None:
             self._keeper, self._held = keeper, []
         connection.relay(self)
+        if self._written_end:
+            return True
         if self._held is None:  # else a head that is a whole answer would be seen before the claim is closed
             self._exchange.flush()
-        return self._written_end
+        return False
 
     async def ended(self) -> None:
         """The body has ended, or its `failure` has come."""
-        await self._done
+        await self._until_due()
         while self._held is not None:  # again when another turn had joined at `[DONE]` and left before the end
             keeper, self._keeper = self._keeper, None
             if keeper is not None:
@@ -76,15 +80,27 @@ class Answer:
             else:
                 assert self._binding is not None
                 await self._presence.in_any_case(self._binding.close())
-            self._done = Wake()
+            self._is_due = False
             held, self._held = self._held, None
             if keeper is None:
                 self._push(b"".join(held), self._held_end)
             elif held:
                 self.on_data(b"".join(held), self._held_end)  # which may be an end to be held
             if self.failure is not None:
-                self._done.set()
-            await self._done
+                self._is_due = True
+            await self._until_due()
+
+    async def _until_due(self) -> None:
+        if not self._is_due:
+            self._due = Wake()
+            await self._due
+            self._due = None
+
+    def _set_due(self) -> None:
+        """The turn goes on, in place."""
+        self._is_due = True
+        if self._due is not None:
+            self._due.set()
 
     @property
     def usage(self) -> tuple[int, int] | None:
@@ -126,7 +142,7 @@ class Answer:
 
     def client_left(self) -> None:
         if self._held is None:
-            self._done.set()
+            self._set_due()
 
     # -- the sink: called from the worker's connection
 
@@ -140,7 +156,7 @@ class Answer:
             self._held.append(data)
             self._held_end = end
             if self._keeper is not None and self._keeper.has_seen(self._held, end):
-                self._done.set()
+                self._set_due()
             return
         binding = self._binding
         if binding is not None and binding.holds_end and self._hold(data, end):
@@ -148,23 +164,20 @@ class Answer:
         self._push(data, end)
 
     def on_chunk(self, frame: bytes, start: int) -> None:
-        binding = self._binding
-        if self._held is not None or not self.came or (binding is not None and binding.holds_end):
+        trail, binding = self._trail, self._binding
+        if trail is None or self._held is not None or (binding is not None and binding.holds_end):
             self.on_data(frame[start:-2], False)
             return
-        if self._trail is not None:
-            if len(frame) > sse.LONG:
-                self._trail.note(frame[start:-2])
-            else:
-                self._trail.append(frame)
+        if len(frame) > sse.LONG:
+            trail.note(frame[start:-2])
         else:
-            self._last = frame[start:-2]
+            trail.append(frame)
         if not self._exchange.write_chunk(frame, start):
             self._stall()
 
     def on_failure(self, failure: AttemptFailed) -> None:
         self.failure = failure
-        self._done.set()
+        self._set_due()
 
     def _hold(self, data: bytes, end: bool) -> bool:
         """Keep back the end of a session's last answer until its claim is closed; clients take either the end of
@@ -174,7 +187,7 @@ class Answer:
         if not end and not self._marker.feed(data):
             return False
         self._held, self._held_end = [data], end
-        self._done.set()
+        self._set_due()
         return True
 
     def _push(self, data: bytes, end: bool) -> None:
@@ -188,7 +201,7 @@ class Answer:
         if not self._exchange.write(data, end):
             self._stall()
         elif end:
-            self._done.set()
+            self._set_due()
 
     def _stall(self) -> None:
         """The client is full: read no more from the worker until it has taken what it got."""

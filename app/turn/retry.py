@@ -28,7 +28,7 @@ from app.errors import TurnError
 from app.fleet.capacity import Slot
 from app.fleet.health import Health
 from app.fleet.workers import Target, Worker
-from app.http.inplace import Driven, Wake
+from app.http.inplace import Driven
 from app.http.worker import (
     AttemptFailed,
     AttemptTimeout,
@@ -140,21 +140,13 @@ def blame(health: Health, failure: AttemptFailed) -> None:
 
 
 class Attempt:
-    """One try. It holds the target's slot, and a connection from `send` on, until `end`."""
+    """One try. It holds the target's slot, and its `connection` once that is set, until `end`."""
 
-    __slots__ = ("_loop", "_metrics", "_presence", "_slot", "_upload", "connection", "target", "upload_fault")
+    __slots__ = ("_loop", "_slot", "_upload", "connection", "target", "upload_fault")
 
-    def __init__(
-        self,
-        target: Target,
-        presence: Presence,
-        metrics: Metrics,
-        loop: asyncio.AbstractEventLoop,
-        slot: Slot | None = None,
-    ) -> None:
+    def __init__(self, target: Target, loop: asyncio.AbstractEventLoop, slot: Slot | None) -> None:
         """`slot`: the one at `target` that was taken for it already, where they are limited."""
-        self.target, self._presence, self._metrics, self._loop = target, presence, metrics, loop
-        self._slot = slot
+        self.target, self._loop, self._slot = target, loop, slot
         self.connection: WorkerConnection | None = None
         self._upload: Driven | None = None
         self.upload_fault: Exception | None = None
@@ -178,14 +170,6 @@ class Attempt:
     def came(self) -> bool:
         """Something of an answer has come."""
         return self.connection is not None and self.connection.first_byte
-
-    def send(self, request: Request, connection: WorkerConnection) -> Wake:
-        """Set when the head of the worker's response is there. Raises AttemptFailed where it is awaited."""
-        self.connection = connection
-        head = request.send(connection, self.target)
-        if request.more:
-            self.send_rest(request)
-        return head
 
     def send_rest(self, request: Request) -> None:
         """Begin to pass on what the client goes on to send, while the worker may already answer."""

@@ -21,6 +21,7 @@ import msgspec
 
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.capacity import Bounds, Capacity, Choice, Full
+from app.fleet.health import Health
 from app.fleet.loads import Place
 from app.fleet.placement.foresight import Foreseen
 from app.fleet.workers import Fleet, Target
@@ -140,6 +141,8 @@ class Turn:
     asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
     """
 
+    _driven: Driven | None = None
+    """While it runs."""
     _binding: Hold | None = None
     _among: frozenset[str] | None = None
     """The names of the workers that serve its model; None: all do, or it names none."""
@@ -181,7 +184,6 @@ class Turn:
         self._began = loop.time()
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
-        self._driven: Driven | None = Driven(self._returned, self._failed)
         if shared.tracing is not None:
             self._trace = shared.tracing.begin(exchange)
 
@@ -246,7 +248,8 @@ class Turn:
         self._kept = shared.routing.kept(request, self._exchange)
         if shared.capacity is not None:
             self._slots = Slots(shared.capacity, shared.bounds, request.tenant, self._presence, self._began)
-        self._presence.raise_if_gone()
+        if self._presence.gone:
+            raise ClientDisconnected
         if self._measured:
             self._read_at = time.perf_counter()
 
@@ -266,11 +269,9 @@ class Turn:
                 await self._bind(binding.bind, routing.placement(self._request, self._hint, maker, self._among))
             if self._among is not None and maker is None and binding.target.worker.name not in self._among:
                 binding = await self._go_beside(binding, self._among)
-            health = binding.target.worker.health
-            if not binding.target.worker.known or (health.evicting and not (binding.own and health.on_trial)):
+            worker = binding.target.worker
+            if not worker.known or (worker.health.watchful and self._is_to_leave(binding, worker.health)):
                 await self._leave(binding)
-            elif health.watchful and health.since > self._began and binding.own and self._free:
-                await self._leave(binding)  # it fell ill while the claim was made, and has nothing of the session yet
         if kept is not None and maker is not None:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
@@ -285,6 +286,7 @@ class Turn:
     async def _try_until_answered(self) -> None:
         """Attempts, as the law of trying again allows (`retry.after`), until one is answered and relayed."""
         request, metrics, slots = self._request, self._shared.metrics, self._slots
+        trace = self._trace
         once = fresh = request.once
         killed = busy = False
         lost = _NOBODY
@@ -297,14 +299,17 @@ class Turn:
                 slot = slots.hand_over()
             target = self._decision.target
             worker = target.worker
-            self._attempt = attempt = Attempt(target, self._presence, metrics, self._loop, slot)
+            self._attempt = attempt = Attempt(target, self._loop, slot)
             try:
-                if self._trace is not None:
-                    request.trace_line = b"%b: %b\r\n" % self._trace.attempts(target)
+                if trace is not None:
+                    request.trace_line = b"%b: %b\r\n" % trace.attempts(target)
                 connection = None if fresh else worker.pool.take()
                 if connection is None:
                     connection = await connect(worker, self._presence, metrics)
-                head = attempt.send(request, connection)
+                attempt.connection = connection
+                head = request.send(connection, target)
+                if request.more:
+                    attempt.send_rest(request)
                 if self._read_at:
                     metrics.overhead.observe(time.perf_counter() - self._read_at)
                     self._read_at = 0.0
@@ -315,15 +320,15 @@ class Turn:
                     raise attempt.upload_fault from error
                 failure = error
                 blame(worker.health, error)
-                if self._trace is not None:
-                    self._trace.failed(error)
+                if trace is not None:
+                    trace.failed(error)
                 then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
             else:
                 self._status = status = connection.response.status
-                if self._trace is not None:
-                    self._trace.answered(status)
+                if trace is not None:
+                    trace.answered(status)
                 judge(worker.health, status)
                 if status == 404 and self._asks_on(lost | {worker.name}):
                     self._again += 1
@@ -358,29 +363,32 @@ class Turn:
 
     async def _relay(self, connection: WorkerConnection) -> None:
         """The worker's answer, as it comes."""
-        assert self._attempt is not None
-        status, target, binding = connection.response.status, self._attempt.target, self._binding
-        if status > 599:
-            raise TurnError("worker_bad_response", f"the worker answered with status {status}")
+        attempt = self._attempt
+        assert attempt is not None
+        response, binding = connection.response, self._binding
+        status = response.status
         if status >= 400:
+            if status > 599:
+                raise TurnError("worker_bad_response", f"the worker answered with status {status}")
             self._outcome = "worker_error" if status >= 500 else "client_error"
         if binding is not None:
             binding.answered(status)
-        headers = response_headers(connection.response.headers, status, target.worker.origin)
-        if connection.response.open_ended:
+        headers = response_headers(response.headers, status, attempt.target.worker.origin)
+        if response.open_ended:
             let_events_through(headers)
         self._answer = answer = Answer(self._exchange, self._presence, self._began)
-        self._exchange.start(status, headers + self._own_headers())
+        headers += self._own_headers()
+        self._exchange.start(status, headers)
         if status == 101:
-            self._attempt.send_rest(self._request)
+            attempt.send_rest(self._request)
         keeper = None
         if self._kept is not None:
             self._kept.answered(status)
-            keeper = self._kept.keeper(status, headers, target)
+            keeper = self._kept.keeper(status, headers, attempt.target)
         if not answer.relay(connection, binding, keeper):
             await answer.ended()
-        fault = self._attempt.upload_fault
-        if answer.failure is not None and fault is not None and not isinstance(fault, TurnError):
+        fault = attempt.upload_fault
+        if fault is not None and answer.failure is not None and not isinstance(fault, TurnError):
             raise fault
 
     async def _break_off(self, answer: Answer, failure: AttemptFailed) -> None:
@@ -427,27 +435,26 @@ class Turn:
             self._slots.give_back()
         if self._presence.gone:
             self._outcome = "aborted"
-        metrics, decision, answer = self._shared.metrics, self._decision, self._answer
-        model, outcome, seconds = self._request.fields.model, self._outcome, self._loop.time() - self._began
-        if decision is None:
-            metrics.ended(model, outcome, seconds)
-        else:
+        shared, decision, answer, outcome = self._shared, self._decision, self._answer, self._outcome
+        metrics, seconds = shared.metrics, self._loop.time() - self._began
+        cells = ttft = None
+        if decision is not None:
             cells = decision.target.worker.cells
             if answer is not None and answer.came and outcome == "completed":
-                metrics.ended(model, outcome, seconds, cells, self._status, answer.ttft)
+                ttft = answer.ttft
                 cells.usage_unread += 1
                 if metrics.usages_left:
                     metrics.usages_left -= 1
                     cells.read_usage(answer.usage)
-                if self._exchange.pieces > 1:
-                    cells.gaps.observe((seconds - answer.ttft) / (self._exchange.pieces - 1))
-            else:
-                metrics.ended(model, outcome, seconds, cells, self._status)
+                pieces = self._exchange.pieces
+                if pieces > 1:
+                    cells.gaps.observe((seconds - ttft) / (pieces - 1))
+        metrics.ended(self._request.fields.model, outcome, seconds, cells, self._status, ttft)
         self._running.discard(self)
         if self._trace is not None:
             self._end(self._trace)
-        access = self._shared.access
-        if access is not None and access.wants(self._outcome):
+        access = shared.access
+        if access is not None and access.wants(outcome):
             access.told(self._told())
 
     def _end(self, trace: TurnTrace) -> None:
@@ -586,6 +593,13 @@ class Turn:
             return False
         return True
 
+    def _is_to_leave(self, binding: Hold, health: Health) -> bool:
+        """Whether the session is to move off its worker, which is not up."""
+        if health.evicting and not (binding.own and health.on_trial):
+            return True
+        # It fell ill while the claim was made, and has nothing of the session yet.
+        return health.since > self._began and binding.own and self._free
+
     async def _leave(self, binding: Hold) -> None:
         """The session's worker is down, or gone: it moves, if there is a worker that is not."""
         lost = frozenset({binding.target.worker.name})
@@ -716,11 +730,10 @@ class Turn:
         self._answer.say(status, headers, body)
 
     def _own_headers(self) -> list[Header]:
-        decision = self._decision
+        decision, named = self._decision, (b"x-request-id", self._request.id)
         if decision is None:
-            return [_AFFINITY_HEADERS["none"], (b"x-request-id", self._request.id), *self._shared.own_headers]
-        headers = [_AFFINITY_HEADERS[decision.how], (b"x-request-id", self._request.id), *self._shared.own_headers]
-        return headers + decision.target.headers
+            return [_AFFINITY_HEADERS["none"], named, *self._shared.own_headers]
+        return [_AFFINITY_HEADERS[decision.how], named, *self._shared.own_headers, *decision.target.headers]
 
     def check_limits(self, now: float) -> None:
         """Cut the attempt when the worker has been silent, or the turn has lasted, longer than is allowed."""
@@ -736,7 +749,7 @@ class Turn:
         elif (answer is None or answer.waits_for_worker) and not connection.uploading:
             began = answer is not None and answer.came
             limit = limits.idle if began else limits.first_byte
-            silent = now - connection.last_read
+            silent = connection.quiet_for(now)
             if limit and silent > limit:
                 what = "sent nothing for" if began else "did not begin to answer within"
                 connection.fail(AttemptTimeout(f"the worker {what} {limit:g} s"))
@@ -747,8 +760,8 @@ class Turn:
 
     def start(self) -> None:
         """Run up to where it waits for the first time."""
-        assert self._driven is not None
-        self._driven.start(self.run())
+        self._driven = driven = Driven(self._returned, self._failed)
+        driven.start(self.run())
 
     def cancel(self) -> None:
         """Stop wherever it is, as when the router's time to drain is over."""

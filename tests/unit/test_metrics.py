@@ -67,8 +67,8 @@ def test_histogram_is_cumulative_and_bounds_are_inclusive() -> None:
 def test_histogram_with_labels() -> None:
     histogram = Histogram("x_seconds", "x", (1.0,), {"op": ()})
     assert histogram.family().cells == []
-    histogram.observe(0.5, ("get",))
-    histogram.observe(2.0, ("get",))
+    histogram.observe_of(("get",), 0.5)
+    histogram.observe_of(("get",), 2.0)
     assert histogram.family().cells == [(("get",), [1, 1, 2.5])]
 
 
@@ -93,7 +93,7 @@ def test_models_of_turns_that_worked_have_a_series() -> None:
     metrics = Metrics()
     metrics.turn("m", "completed")
     metrics.turn("m", "broken")
-    metrics.turn(None, "completed")
+    metrics.turn("", "completed")
     assert models(metrics) == {"m", "", "other"}
     assert all(outcome in TURN_OUTCOMES for _, outcome in metrics.turns.cells)
 

@@ -54,7 +54,7 @@ _AGENTS = Agents(
     children=0.15,
 )
 """`rate`: for each worker."""
-_PROFILE = "llama-8b-h100"
+PROFILE = "llama-8b-h100"
 _WORKER_DIES, _WORKER_RETURNS, _REPLICA_DIES = 0.4, 0.6, 0.8
 """Parts of a way's time."""
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -113,6 +113,11 @@ class Run:
         self.events.append((self.now, what))
 
 
+def agents_for(workers: int, seed: int) -> Agents:
+    """As many as so many workers can bear."""
+    return replace(_AGENTS, rate=_AGENTS.rate * workers, seed=seed)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options that `run` takes."""
     parser.set_defaults(run=run)
@@ -161,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
         console.print()
         console.print(_table(runs))
     told = report.Told(
-        seed=args.seed, workers=args.workers, profile=_PROFILE, policy=args.policy, took=time.monotonic() - began
+        seed=args.seed, workers=args.workers, profile=PROFILE, policy=args.policy, took=time.monotonic() - began
     )
     args.report.write_text(report.html([_as_told(each) for each in runs], told), "utf-8")
     path = args.report.absolute()
@@ -199,17 +204,16 @@ async def _play_one(args: argparse.Namespace, played: Run, folder: Path) -> None
         replicas=played.way.replicas,
         policy=played.way.policy,
         claims=(own / "claims").as_uri() if played.way.replicas > 1 else "memory://",
-        profile=_PROFILE,
+        profile=PROFILE,
         folder=own,
     )
     with contextlib.closing(fleet):
         played.state = "starts"
         await fleet.start()
         played.state = "runs"
-        profile = profiles.load(_PROFILE)
-        wanted = replace(_AGENTS, rate=_AGENTS.rate * args.workers, seed=args.seed)
+        profile = profiles.load(PROFILE)
         load = Load(
-            traces.agents(wanted, profile.block_size),
+            traces.agents(agents_for(args.workers, args.seed), profile.block_size),
             played.way.entrance(fleet),
             seconds=played.seconds,
             seed=args.seed,

@@ -190,7 +190,7 @@ def _strip(shown: Shown) -> str:
     names = _workers([shown])
     names += [f"w{number}" for number in range(1, len(names) + 2) if f"w{number}" not in names]
     names.sort(key=lambda name: (len(name), name))
-    left, right, top, row = 6, 6, 32, 4.0
+    left, right, top, row = 6.0, 6.0, 32.0, 4.0
     end = max([shown.seconds, *(each.ended for each in shown.served)])
     high = top + row * len(drawn) + 22
     per_second = (400 - left - right) / end

@@ -40,11 +40,12 @@ _LOAD_WEIGHS = 0.02
 
 @dataclass(frozen=True)
 class Rule:
-    """A way of placing. `command`: of a replica; None: the oracle."""
+    """A way of placing: a policy of ours, or the `command` of a peer's replica; with neither of them the oracle."""
 
     name: str
-    command: Callable[[Place], list[str]] | None
-    executable: str = sys.executable
+    policy: str = ""
+    command: Callable[[Place], list[str]] | None = None
+    executable: str = ""
     session_header: str = "x-dynamo-session-id"
     """Empty: it is told no session."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -57,10 +58,10 @@ class Rule:
 
 def rules() -> Iterator[Rule]:
     """All that can be tried here."""
-    yield Rule("turn by turn", _ours("round-robin"), session_header="")
+    yield Rule("turn by turn", "round-robin", session_header="")
     for policy in POLICIES:
         if policy != "direct":
-            yield Rule(f"coatcheck {policy}", _ours(policy))
+            yield Rule(f"coatcheck {policy}", policy)
     for name, policy in (
         ("sglang-router", "cache_aware"),
         ("sglang-router", "manual"),
@@ -74,19 +75,8 @@ def rules() -> Iterator[Rule]:
             continue
         first = ("launch", "--disable-health-check", "--log-level=warn") if name == "sglang-router" else ()
         command = rust_router(*(first or ("--log-level=warning",)), f"--policy={policy}")
-        yield Rule(f"{name} {policy}", command, executable, peer.session_header, peer.environment)
-    yield Rule("oracle", None)
-
-
-def _ours(policy: str) -> Callable[[Place], list[str]]:
-    def command(place: Place) -> list[str]:
-        return [
-            *(place.executable, "-m", "app", "serve", f"--port={place.port}", f"--policy={policy}"),
-            *(f"--claims={(place.folder / 'claims').as_uri()}", "--log-level=error"),
-            *(f"--worker={url}" for url in place.urls),
-        ]
-
-    return command
+        yield Rule(f"{name} {policy}", "", command, executable, peer.session_header, peer.environment)
+    yield Rule("oracle")
 
 
 class Oracle:
@@ -133,9 +123,13 @@ class Result:
 
 
 def head_to_head(seconds: float, seed: int, out: Path | None, only: Sequence[str] = ()) -> Table:
-    """`seconds`: of each. `out`: where the chart goes, if anywhere."""
+    """`seconds`: of each. `out`: where the chart goes, if anywhere. Raises ValueError for an unknown name in `only`."""
+    chosen = {rule.name: rule for rule in rules()}
+    for name in only:
+        if name not in chosen:
+            raise ValueError(f"there is no {name!r} here; there are: {', '.join(chosen)}")
     results = []
-    for rule in rules():
+    for rule in chosen.values():
         if only and rule.name not in only:
             continue
         print(f"{rule.name} …", file=sys.stderr, flush=True)
@@ -149,13 +143,21 @@ async def _play(rule: Rule, seconds: float, seed: int) -> Sequence[Served]:
     profile = profiles.load(PROFILE)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coatcheck-bench-")))
-        fleet = Fleet(workers=WORKERS, replicas=0, policy="", claims="", profile=PROFILE, folder=folder)
+        fleet = Fleet(
+            workers=WORKERS,
+            replicas=2 if rule.policy else 0,
+            policy=rule.policy,
+            claims=(folder / "claims").as_uri(),
+            profile=PROFILE,
+            folder=folder,
+        )
         stack.callback(fleet.close)
         await fleet.start()
-        entrance: Entrance
-        if rule.command is None:
-            entrance = oracle = Oracle(fleet.workers, profile.block_size)
-        else:
+        oracle = Oracle(fleet.workers, profile.block_size)
+        entrance: Entrance = oracle
+        if rule.policy:
+            entrance = InTurn(list(fleet.replicas.values()))
+        elif rule.command is not None:
             children = stack.enter_context(Children(folder))
             entrance = InTurn(_replicas(rule, rule.command, children, fleet, folder))
         load = Load(
@@ -166,8 +168,7 @@ async def _play(rule: Rule, seconds: float, seed: int) -> Sequence[Served]:
             block_size=profile.block_size,
             headers=rule.headers,
         )
-        if rule.command is None:
-            oracle.served = load.served
+        oracle.served = load.served
         await load.run()
         return load.served
 

@@ -1,4 +1,5 @@
 # make run    simulated workers and two replicas on this machine, ready for curl
+# make demo   caches by three ways to a fleet, while a worker and a replica are killed; two minutes
 # make test   the tests
 # make fuzz   the generated tests, with many more examples
 # make check  lint, format, types
@@ -7,10 +8,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run demo test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
+
+demo: $(READY)
+	@exec $(BIN)/coatcheck demo
 
 # The alert rules and their tests by Prometheus's own tool, which Debian's `prometheus` brings
 PROMTOOL ?= promtool
@@ -78,7 +82,7 @@ bench-peers: $(READY)
 bench-claims: $(READY)
 	@GRPC_ENABLE_FORK_SUPPORT=false $(BIN)/python -m benchmarks.claims $(if $(QUICK),--quick)
 
-# Where new sessions go: what a choice costs and how it spreads, see benchmarks/README.md
+# Where new sessions go: what a choice costs, how it spreads, and policies beside peers, see benchmarks/README.md
 bench-placement: $(READY)
 	@$(BIN)/python -m benchmarks.placement $(if $(QUICK),--quick)
 

@@ -100,9 +100,9 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
             up.add_arguments(parser)
         case "demo":
-            from app.demo import play
+            from app.demo import command
 
-            play.add_arguments(parser)
+            command.add_arguments(parser)
         case "sessions" | "workers" | "replicas":
             from app import remote
 

@@ -18,12 +18,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from app.fleet.candidates import Candidates
 from app.fleet.policies import Policy, least, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target, make_worker
 from app.sessions.identity import KeyHasher
+from benchmarks.children import REPO, end_on_sigterm
+from benchmarks.head_to_head import head_to_head
 from benchmarks.tables import Table, machine
+
+RESULTS = REPO / "benchmarks" / "results"
 
 TARGETS = (4, 16, 64, 512, 1000)
 CHOICES = 20
@@ -297,13 +302,27 @@ def _tell_each_other(fleets: Sequence[Fleet], targets: Sequence[Sequence[Target]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a twentieth of everything")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="head to head alone, of these")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each, head to head (%(default)g)")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the agents (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of the chart (%(default)s)")
     args = parser.parse_args(argv)
+    end_on_sigterm()
     print(f"{machine()}\n", flush=True)
-    part = 0.05 if args.quick else 1.0
+    if not args.only:
+        _without_processes(args.quick)
+    seconds = args.seconds * (0.2 if args.quick else 1.0)
+    chart = args.out / ("placement-quick.svg" if args.quick or args.only else "placement.svg")
+    args.out.mkdir(parents=True, exist_ok=True)
+    print(head_to_head(seconds, args.seed, chart, args.only).markdown(), flush=True)
+    return 0
+
+
+def _without_processes(quick: bool) -> None:
+    part = 0.05 if quick else 1.0
     print(cost(int(1000 * part)).markdown(), flush=True)
     print(evenness().markdown(), flush=True)
-    print(spread(400 * part, 1 if args.quick else 4).markdown(), flush=True)
-    return 0
+    print(spread(400 * part, 1 if quick else 4).markdown(), flush=True)
 
 
 if __name__ == "__main__":

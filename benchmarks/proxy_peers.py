@@ -174,7 +174,7 @@ def _envoy(place: Place) -> list[str]:
     ]
 
 
-def _rust_router(*first: str) -> Callable[[Place], list[str]]:
+def rust_router(*first: str) -> Callable[[Place], list[str]]:
     """Both are of one origin."""
 
     def command(place: Place) -> list[str]:
@@ -244,14 +244,14 @@ PEERS = {
             "vllm-router",
             "vllm-router",
             "vllm-router",
-            _rust_router("--policy=consistent_hash", "--log-level=warning"),
+            rust_router("--policy=consistent_hash", "--log-level=warning"),
             session_header="x-session-id",
         ),
         Peer(
             "sglang-router",
             "sglang-router",
             "sglang-router",
-            _rust_router("launch", "--policy=manual", "--disable-health-check", "--log-level=warn"),
+            rust_router("launch", "--policy=manual", "--disable-health-check", "--log-level=warn"),
             session_header="x-smg-routing-key",
         ),
         Peer(

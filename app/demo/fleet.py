@@ -16,6 +16,8 @@ from app.config import VARIABLE_PREFIX
 from app.demo.load import Address
 
 HOST = "127.0.0.1"
+TOLD = ("kv",)
+"""Policies that want workers to tell of their blocks."""
 _READY_LIMIT = 60.0
 _STOP_GRACE = 3.0
 
@@ -25,12 +27,14 @@ class Fleet:
 
     def __init__(self, *, workers: int, replicas: int, policy: str, claims: str, profile: str, folder: Path) -> None:
         """Decides who listens where. `claims`: the store's URL. `folder`: of their logs."""
-        ports = free_ports(workers + replicas)
-        self.workers = {f"w{number}": (HOST, port) for number, port in enumerate(ports[:workers], 1)}
-        self.replicas = {f"r{number}": (HOST, port) for number, port in enumerate(ports[workers:], 1)}
+        ports = iter(free_ports(3 * workers + replicas))
+        self.workers = {f"w{number}": (HOST, next(ports)) for number in range(1, workers + 1)}
+        self.replicas = {f"r{number}": (HOST, next(ports)) for number in range(1, replicas + 1)}
+        self._events = {name: (next(ports), next(ports)) for name in self.workers} if policy in TOLD else {}
+        """Where workers tell of their blocks, and where they are asked for what was missed."""
         self._profile = profile
         self._router = ["app", "serve", "--claims", claims, "--policy", policy, "--drain-timeout", "1"]
-        self._router += [f"--worker={_url(address)},name={name}" for name, address in self.workers.items()]
+        self._router += [f"--worker={self._option(name)}" for name in self.workers]
         # Everything is said in flags; the user's variables are for a router of the user's own.
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith(VARIABLE_PREFIX)}
         self._folder = folder
@@ -89,7 +93,18 @@ class Fleet:
     def _start(self, worker: str) -> None:
         port = str(self.workers[worker][1])
         arguments = ["mocker", "--port", port, "--name", worker, "--profile", self._profile, "--startup-s", "0"]
+        if worker in self._events:
+            events, replay = self._events[worker]
+            arguments += ["--kv-events-port", str(events), "--kv-replay-port", str(replay)]
         self._running[worker] = self._child(worker, arguments)
+
+    def _option(self, worker: str) -> str:
+        host, port = self.workers[worker]
+        option = f"http://{host}:{port},name={worker}"
+        if worker in self._events:
+            events, replay = self._events[worker]
+            option += f",kv-events=tcp://{host}:{events},kv-replay=tcp://{host}:{replay}"
+        return option
 
     def _child(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         with (self._folder / f"{name}.log").open("a") as log:
@@ -106,10 +121,6 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server((HOST, 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
-
-
-def _url(address: Address) -> str:
-    return f"http://{address[0]}:{address[1]}"
 
 
 async def _answers(address: Address, path: str) -> bool:

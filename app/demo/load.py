@@ -56,8 +56,8 @@ class Served:
 class Entrance(Protocol):
     """Where turns enter."""
 
-    def addresses(self, session: str) -> Iterable[Address]:
-        """To try for the next turn of a session, one after the other until one can be connected to."""
+    def addresses(self, session: str, body: bytes) -> Iterable[Address]:
+        """To try for a turn of a session that asks for `body`, one after the other until one can be connected to."""
 
 
 class InTurn:
@@ -67,7 +67,7 @@ class InTurn:
         self._addresses = list(addresses)
         self._turns = 0
 
-    def addresses(self, session: str) -> list[Address]:
+    def addresses(self, session: str, body: bytes) -> list[Address]:
         self._turns += 1
         first = self._turns % len(self._addresses)
         return self._addresses[first:] + self._addresses[:first]
@@ -81,7 +81,7 @@ class ByHash:
         self._is_up = is_up
         self._ring = sorted((_place(f"{each} {point}"), each) for each in addresses for point in range(_POINTS))
 
-    def addresses(self, session: str) -> Iterator[Address]:
+    def addresses(self, session: str, body: bytes) -> Iterator[Address]:
         begin = bisect_left(self._ring, (_place(session), ("", 0)))
         order = dict.fromkeys(each for _, each in (*self._ring[begin:], *self._ring[:begin]))
         return (each for each in order if self._is_up(each))
@@ -168,7 +168,7 @@ class Load:
         """Raises OSError, TimeoutError."""
         loop = asyncio.get_running_loop()
         exchange = None
-        for host, port in self._entrance.addresses(served.session):
+        for host, port in self._entrance.addresses(served.session, body):
             try:
                 _, exchange = await loop.create_connection(lambda: _Exchange(loop), host, port)
                 break

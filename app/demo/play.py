@@ -37,7 +37,6 @@ from app.demo.load import (
     over_time,
     session_headers,
 )
-from app.fleet.policies import POLICIES
 from mocker import traces
 from mocker.engine import profile as profiles
 from mocker.traces import Agents
@@ -54,7 +53,7 @@ _AGENTS = Agents(
     children=0.15,
 )
 """`rate`: for each worker."""
-_PROFILE = "llama-8b-h100"
+PROFILE = "llama-8b-h100"
 _WORKER_DIES, _WORKER_RETURNS, _REPLICA_DIES = 0.4, 0.6, 0.8
 """Parts of a way's time."""
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -113,28 +112,9 @@ class Run:
         self.events.append((self.now, what))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that `run` takes."""
-    parser.set_defaults(run=run)
-    policies = [name for name in POLICIES if name != "direct"]
-    parser.add_argument("--seconds", type=_seconds, default=30.0, metavar="S", help="of each way (%(default)g)")
-    parser.add_argument("--workers", type=_several, default=4, metavar="N", help="simulated workers (%(default)s)")
-    parser.add_argument("--policy", choices=policies, default=policies[0], help="of the replicas (%(default)s)")
-    parser.add_argument(
-        "--way",
-        action="append",
-        choices=[way.key for way in _ways("")],
-        help="only this one; repeatable (all)",
-    )
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the agents (%(default)s)")
-    parser.add_argument(
-        "--report",
-        type=Path,
-        default=Path("coatcheck-demo.html"),
-        metavar="FILE",
-        help="where the report is written (%(default)s)",
-    )
-    parser.add_argument("--plain", action="store_true", help="lines instead of a picture, as when piped")
+def agents_for(workers: int, seed: int) -> Agents:
+    """As many as so many workers can bear."""
+    return replace(_AGENTS, rate=_AGENTS.rate * workers, seed=seed)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -161,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         console.print()
         console.print(_table(runs))
     told = report.Told(
-        seed=args.seed, workers=args.workers, profile=_PROFILE, policy=args.policy, took=time.monotonic() - began
+        seed=args.seed, workers=args.workers, profile=PROFILE, policy=args.policy, took=time.monotonic() - began
     )
     args.report.write_text(report.html([_as_told(each) for each in runs], told), "utf-8")
     path = args.report.absolute()
@@ -199,17 +179,16 @@ async def _play_one(args: argparse.Namespace, played: Run, folder: Path) -> None
         replicas=played.way.replicas,
         policy=played.way.policy,
         claims=(own / "claims").as_uri() if played.way.replicas > 1 else "memory://",
-        profile=_PROFILE,
+        profile=PROFILE,
         folder=own,
     )
     with contextlib.closing(fleet):
         played.state = "starts"
         await fleet.start()
         played.state = "runs"
-        profile = profiles.load(_PROFILE)
-        wanted = replace(_AGENTS, rate=_AGENTS.rate * args.workers, seed=args.seed)
+        profile = profiles.load(PROFILE)
         load = Load(
-            traces.agents(wanted, profile.block_size),
+            traces.agents(agents_for(args.workers, args.seed), profile.block_size),
             played.way.entrance(fleet),
             seconds=played.seconds,
             seed=args.seed,
@@ -217,13 +196,16 @@ async def _play_one(args: argparse.Namespace, played: Run, folder: Path) -> None
             headers=played.way.headers,
         )
         played.served = load.served
-        acting = asyncio.create_task(_act(played, fleet, load))
+        both = [asyncio.create_task(load.run()), asyncio.create_task(_act(played, fleet, load))]
         try:
-            await load.run()
-            await acting
+            # What ends that nobody has killed is told at once.
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for each in done:
+                each.result()
         finally:
-            acting.cancel()
-            await asyncio.gather(acting, return_exceptions=True)
+            for each in both:
+                each.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
     played.state = "done"
 
 
@@ -247,19 +229,24 @@ async def _act(played: Run, fleet: Fleet, load: Load) -> None:
         played.now = load.now
         played.happened(f"worker {victim} is back, empty")
 
-    async with asyncio.TaskGroup() as group:
-        acts: list[tuple[float, Callable[[], object]]] = [
-            (seconds * _WORKER_DIES, kill_worker),
-            (seconds * _WORKER_RETURNS, lambda: group.create_task(return_worker())),
-        ]
-        if len(fleet.replicas) > 1:
-            acts.append((seconds * _REPLICA_DIES, kill_replica))
+    returning: list[asyncio.Task[None]] = []
+    acts: list[tuple[float, Callable[[], object]]] = [
+        (seconds * _WORKER_DIES, kill_worker),
+        (seconds * _WORKER_RETURNS, lambda: returning.append(asyncio.create_task(return_worker()))),
+    ]
+    if len(fleet.replicas) > 1:
+        acts.append((seconds * _REPLICA_DIES, kill_replica))
+    try:
         while load.now < seconds or acts:
             played.now = load.now
             while acts and played.now >= acts[0][0]:
                 acts.pop(0)[1]()
             fleet.check()
             await asyncio.sleep(_LOOKED_EVERY)
+        await asyncio.gather(*returning)
+    finally:
+        for each in returning:
+            each.cancel()
     played.now = seconds
 
 
@@ -390,19 +377,3 @@ def _as_told(played: Run) -> report.Shown:
         events=played.events,
         figures=played.figures,
     )
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 1 <= number <= 3600:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 1 to 3600, not {text!r}")
-    return number
-
-
-def _several(text: str) -> int:
-    if not text.isdecimal() or not 2 <= int(text) <= 32:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 2 to 32, not {text!r}")
-    return int(text)

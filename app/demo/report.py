@@ -143,9 +143,14 @@ def _card(shown: Shown, runs: Sequence[Shown]) -> str:
     <dt>TTFT p95</dt><dd>{_ms(now.p95)}<em style="width:{100 * now.p95 / longest:.0f}%"></em></dd>
     <dt>sessions split</dt><dd class="{"good" if not now.moved_needlessly else "bad"}">{now.moved_needlessly}<span> of
       {now.sessions}</span></dd>
-    <dt>failed turns</dt><dd>{now.failed}<span> of {now.turns + now.failed}</span></dd>
+    <dt>failed turns</dt><dd>{now.failed - now.cut_by_replica}<span>{_with_replica(now)}</span></dd>
   </dl>
 </article>"""
+
+
+def _with_replica(now: Figures) -> str:
+    """The others lose no replica."""
+    return f" + {now.cut_by_replica} with the replica" if now.cut_by_replica else f" of {now.turns + now.failed}"
 
 
 def _ms(seconds: float) -> str:
@@ -190,7 +195,7 @@ def _strip(shown: Shown) -> str:
     names = _workers([shown])
     names += [f"w{number}" for number in range(1, len(names) + 2) if f"w{number}" not in names]
     names.sort(key=lambda name: (len(name), name))
-    left, right, top, row = 6, 6, 32, 4.0
+    left, right, top, row = 6.0, 6.0, 32.0, 4.0
     end = max([shown.seconds, *(each.ended for each in shown.served)])
     high = top + row * len(drawn) + 22
     per_second = (400 - left - right) / end

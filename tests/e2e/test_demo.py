@@ -26,7 +26,7 @@ def demo(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_worker_and_a_replica_are_killed_and_no_session_is_split(tmp_path: Path) -> None:
-    running = demo(tmp_path, "--way", "coatcheck", "--seconds", "4")
+    running = demo(tmp_path, "--way", "coatcheck", "--seconds", "3")
     said, _ = running.communicate(timeout=LIMIT)
     assert running.returncode == 0, said
     assert "worker w2 killed" in said
@@ -54,6 +54,22 @@ def test_ctrl_c_stops_all_that_it_has_started(tmp_path: Path) -> None:
         running.wait(LIMIT)
     assert running.returncode == 130, said
     assert "Traceback" not in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_what_dies_by_itself_ends_it_with_a_word(tmp_path: Path) -> None:
+    running = demo(tmp_path, "--way", "hash")
+    assert running.stdout is not None
+    with running, running.stdout:
+        give_up_at = time.monotonic() + LIMIT
+        while len(started := children(running.pid)) < 2:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+        os.kill(started[0], signal.SIGKILL)
+        said = running.stdout.read()
+        running.wait(LIMIT)
+    assert running.returncode == 1, said
+    assert "coatcheck: w1 was killed by SIGKILL" in said
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
 
 

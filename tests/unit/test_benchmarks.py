@@ -16,7 +16,9 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
+from app.demo.load import MODEL, Served
 from benchmarks import procfs
+from benchmarks.head_to_head import Oracle
 from benchmarks.soak import GAUGES, TASKS, Sample, judge, provoked
 from benchmarks.soak_load import Report, Unexpected
 
@@ -123,3 +125,31 @@ def test_processor_time_and_memory_are_those_of_the_whole_tree() -> None:
             assert procfs.resident(pids) > procfs.resident(pids[:1]) > 1 << 20
         finally:
             os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_the_oracle_goes_where_the_prompt_is_unless_others_have_much_less_to_do() -> None:
+    workers = {f"w{number}": ("127.0.0.1", number) for number in (1, 2)}
+    oracle = Oracle(workers, 16)
+    served: list[Served] = []
+    oracle.served = served
+
+    def sent(*messages: str) -> str:
+        said = [{"role": "user", "content": each * 200} for each in messages]
+        ((_, port),) = oracle.addresses("", msgspec.json.encode({"model": MODEL, "messages": said}))
+        return f"w{port}"
+
+    def done(worker: str) -> None:
+        served.append(Served("", 0.0, worker=worker))
+
+    first = sent("a")
+    other = sent("other")
+    assert {first, other} == {"w1", "w2"}  # nobody knows anything, so the load decides
+    done(first)
+    done(other)
+    for _ in range(3):
+        assert sent("a", "b") == first
+    for _ in range(50):
+        if sent("a", "b") == other:  # it has had enough
+            break
+    else:
+        raise AssertionError

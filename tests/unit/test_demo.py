@@ -29,7 +29,7 @@ def test_a_hash_spreads_sessions_and_moves_only_those_of_who_is_away() -> None:
     ring = ByHash(WORKERS, lambda address: address in up)
 
     def placed() -> dict[str, Address]:
-        return {session: next(iter(ring.addresses(session))) for session in SESSIONS}
+        return {session: next(iter(ring.addresses(session, b""))) for session in SESSIONS}
 
     before = placed()
     assert all(60 < count < 140 for count in Counter(before.values()).values())
@@ -44,10 +44,10 @@ def test_a_hash_spreads_sessions_and_moves_only_those_of_who_is_away() -> None:
 
 def test_turns_enter_at_one_after_the_other_and_try_all() -> None:
     entrance = InTurn(WORKERS[:2])
-    orders = [list(entrance.addresses("s")) for _ in range(4)]
+    orders = [list(entrance.addresses("s", b"")) for _ in range(4)]
     assert all(sorted(order) == WORKERS[:2] for order in orders)
     assert all(one[0] != other[0] for one, other in pairwise(orders))
-    one, other = iter(entrance.addresses("s1")), iter(entrance.addresses("s2"))  # two turns that both try
+    one, other = iter(entrance.addresses("s1", b"")), iter(entrance.addresses("s2", b""))  # two turns that both try
     assert {next(one), next(other)} == {next(other), next(one)} == set(WORKERS[:2])
 
 

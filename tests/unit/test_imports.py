@@ -42,6 +42,7 @@ STARTERS = {
     "app.up",
     "app.children",
     "app.demo",
+    "app.demo.command",
     "app.demo.fleet",
     "app.demo.load",
     "app.demo.play",

@@ -30,13 +30,15 @@ from app.http.calling import call
 from app.http.exchange import Exchange, Turn
 from app.http.headers import Header, header
 from app.http.inplace import Driven, Wake
-from app.http.worker import AttemptFailed, ConnectRefused, Pool
+from app.http.worker import AttemptFailed, AttemptTimeout, ConnectRefused, Pool
 from app.metrics import Metrics
 from backends.base import Claim, ClaimValue
 
 QUICK, SLOW = b"/peers/quick", b"/peers/slow"
 _STORE_LIMIT = 1.0
 """Seconds that what a peer asks of the store here may take."""
+_ON_THE_WAY = 0.5
+"""Seconds more that its answer may be on its way."""
 _LEFT_OUT = 1.0
 """Seconds that a peer is not asked after it has not answered."""
 _DOUBTED = 3.0
@@ -336,12 +338,11 @@ class _Link:
             f"host: {peer.host if ':' not in peer.host else f'[{peer.host}]'}:{peer.port}\r\n"
             f"authorization: Bearer {peer.token}\r\ncontent-type: application/json\r\ncontent-length: "
         ).encode()
-        self.quick = _Line(
-            self, self._pool, b"POST %b HTTP/1.1\r\n" % QUICK + head, replica, metrics, 2 * patience.late, 1
-        )
-        self.slow = _Line(
-            self, self._pool, b"POST %b HTTP/1.1\r\n" % SLOW + head, replica, metrics, patience.store, _SLOW_AT_ONCE
-        )
+        quick, slow = (b"POST %b HTTP/1.1\r\n" % path + head for path in (QUICK, SLOW))
+        self.quick = _Line(self, self._pool, quick, replica, metrics, 2 * patience.late, 1, self.failed)
+        # Its store may take all the time that it is given there, and then its answer says so.
+        limit = patience.store + _ON_THE_WAY
+        self.slow = _Line(self, self._pool, slow, replica, metrics, limit, _SLOW_AT_ONCE, self.failed_slowly)
 
     @property
     def up(self) -> bool:
@@ -356,6 +357,13 @@ class _Link:
     def leave_out(self) -> None:
         """It has not answered in time."""
         self.answers, self.left_out_until = False, self._clock() + _LEFT_OUT
+
+    def failed_slowly(self, failure: Exception) -> None:
+        """What it was to ask its store. That it takes long says nothing of what it knows by itself."""
+        if isinstance(failure, AttemptTimeout):
+            self.doubt()
+        else:
+            self.failed(failure)
 
     def failed(self, failure: Exception) -> None:
         self.leave_out()
@@ -376,10 +384,18 @@ class _Line:
     """What is asked of one peer: a few messages at a time, each with all that has come until it leaves."""
 
     def __init__(
-        self, link: _Link, pool: Pool, head: bytes, replica: str, metrics: Metrics, seconds: float, at_once: int
+        self,
+        link: _Link,
+        pool: Pool,
+        head: bytes,
+        replica: str,
+        metrics: Metrics,
+        seconds: float,
+        at_once: int,
+        failed: Callable[[Exception], None],
     ) -> None:
         self._link, self._pool, self._head, self._replica, self._metrics = link, pool, head, replica, metrics
-        self._seconds, self._at_once = seconds, at_once
+        self._seconds, self._at_once, self._failed = seconds, at_once, failed
         self._waiting: list[tuple[Ask, asyncio.Future[Known | None]]] = []
         self._running: set[asyncio.Task[None]] = set()
 
@@ -413,7 +429,7 @@ class _Line:
                 answers = await self._post([ask for ask, _ in asked])
                 outcome = "ok"
             except AttemptFailed as failure:
-                self._link.failed(failure)
+                self._failed(failure)
                 self._give_up()
             finally:
                 for (ask, future), answer in zip(asked, answers, strict=True):

@@ -254,6 +254,22 @@ async def late(port: int, seconds: float, hangs: asyncio.Event) -> AsyncIterator
     server.close()
 
 
+async def test_a_peer_whose_store_hangs_is_still_asked_what_it_knows(here: Replica, other: Other) -> None:
+    """Its own word comes at once. What it asks the store is not waited for again."""
+    peers = Peers("here", Naming(here.fleet), here.metrics, patience=Patience(where=5.0, late=5.0, store=0.05))
+    peers.update([other.peer()])
+    other.desk.go.clear()
+    other.desk.known = Known(spot(here, "b"), ClaimValue(worker="b"), 7)
+    for _ in range(3):
+        found = await peers.find(WHERE)
+        assert found is not None
+        assert found[1] is here.target("b")
+        await until(lambda: not peers._links[other.peer().incarnation].slow._running)
+    assert len(other.desk.bound_for) == 1
+    other.desk.go.set()
+    peers.close()
+
+
 async def test_a_bind_that_hangs_is_waited_for_once(other: Other, peers: Peers) -> None:
     other.desk.go.clear()
     assert await peers.find(WHERE) is None

@@ -276,7 +276,9 @@ class Nemesis:
         self._watch_over(worker, removed)
 
     async def _break_source(self, rng: random.Random) -> None:
-        """It is empty, cut off, garbage, or not there: the last good view stands, and nothing at all happens."""
+        """It is empty, cut off, garbage, or not there: where there is a last good view that stands, and nothing at all
+        happens."""
+        fault = self._begin("source-broken")
         for _ in range(rng.randint(1, 3)):
             broken = rng.choice(["", '[[worker]]\nurl = "http', "\0" * 50, None])
             if broken is None:
@@ -285,6 +287,7 @@ class Nemesis:
                 self._deployment.write_source(broken)
             await self._wait(rng.uniform(0.1, 3.0))
         self._deployment.name_workers(self._deployment.workers)
+        fault.end = time.time()
 
     async def _freeze(self, worker: Node, seconds: float) -> None:
         worker.process.freeze()
@@ -304,7 +307,7 @@ class Nemesis:
                 assert time.monotonic() < give_up_at, f"{worker.name} is not found well again: {doubts}"
                 await self._wait(0.2)
             fault.end = time.time()
-            del self._ill[worker.name]
+            self._ill.pop(worker.name, None)  # what befell it twice is watched twice
 
         self._ill[worker.name] = asyncio.ensure_future(until_well())
 

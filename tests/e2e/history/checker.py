@@ -178,10 +178,10 @@ class Fault:
 
     kind: str
     """replica-killed | replica-frozen | worker-killed | worker-frozen (for less than probes tell) | worker-hung (for
-    longer) | worker-sick | worker-removed (or drained, from the deadline on) | source-broken (what says which workers
-    there are) | worker-cordoned | worker-marked (it is taken back) | member-killed | member-frozen | quorum-lost | store-wiped | store-cut | calls-hang | compacted | disk-
-    full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended | machine-slow (not its
-    doing)"""
+    longer) | worker-sick | worker-removed (or drained, from the deadline on) | source-broken (of workers) |
+    worker-cordoned | worker-marked (it is taken back) | member-killed | member-frozen | quorum-lost | store-wiped |
+    store-cut | calls-hang | compacted | disk-full | claim-removed | claim-garbled (until it was ended) |
+    claim-replaced | claim-ended | machine-slow (not its doing)"""
     target: str = ""
     """Of a claim: the session. Of links to the store (cut, or with single calls that hang): the replica. Of a slow
     machine: the replica that was slow, or nobody: all."""

@@ -11,6 +11,7 @@ import errno
 import functools
 import ssl
 from collections import deque
+from types import TracebackType
 from typing import Any, Protocol, cast
 
 from app.http import tcp
@@ -22,6 +23,9 @@ from app.http.tls import TlsTransport, Truncated
 _IDLE_A_WHILE = 0.1
 """Seconds without a request after which a connection is looked at before it is used: what came just now may be waiting
 behind the event that brought the request."""
+
+_LATE, _EXTENSIONS = 0.05, 3
+"""Seconds by which a timer is late that had to wait for our own loop; see `_Limit`."""
 
 # The router's own limits, not the worker's state.
 _OUR_FAULT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
@@ -405,6 +409,37 @@ def _opening(size: int) -> tuple[bytes, ...]:
     return ()
 
 
+class _Limit:
+    """Ends its block with TimeoutError after so many seconds. When that comes late, our own loop had no time, and may
+    not have seen yet what came in time: then it waits on for as long as it was late, up to the seconds again, and not
+    more than `_EXTENSIONS` times."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._loop, self._timeout, self._seconds = loop, asyncio.timeout(None), seconds
+        self._left = _EXTENSIONS
+        self._due = loop.time() + seconds
+        self._alarm = loop.call_at(self._due, self._ring)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._alarm.cancel()
+        await self._timeout.__aexit__(kind, fault, trace)
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        late = now - self._due
+        if late > _LATE and self._left:
+            self._left -= 1
+            self._due = now + min(late, self._seconds)
+            self._alarm = self._loop.call_at(self._due, self._ring)
+        else:
+            self._timeout.reschedule(now)
+
+
 class Pool:
     """The connections to one worker: the idle ones, newest first, and how many are open.
 
@@ -466,7 +501,7 @@ class Pool:
         """A new connection. Raises ConnectFailed or LocalLimit."""
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(self.connect_limit):
+            async with _Limit(loop, self.connect_limit):
                 connection = await self._open(loop)
         except TimeoutError as error:
             if self._is_name and not self._names.knows(self._host):

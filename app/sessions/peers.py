@@ -3,7 +3,8 @@
 A replica that cannot reach the store asks where a session is before it guesses, and has one that can reach it decide;
 whoever closes a claim tells all others, which forget it before the client sees the end; and what ends or moves while
 the store is away is known to all. It is the second best that there is: nothing here is believed against a claim that
-the store has shown, and a peer that does not answer in time is done without.
+the store has shown, and a peer that does not answer in time is done without: one that has gone in silence is waited for
+once, one that is busy each time.
 
 On the wire: POST /peers/quick and /peers/slow on the peers' own listener, `Authorization: Bearer` with the token of the
 peer's record, a `_Message` and a `_Reply` in JSON. Quick is what a peer knows by itself, slow what it asks its store.
@@ -29,13 +30,15 @@ from app.http.calling import call
 from app.http.exchange import Exchange, Turn
 from app.http.headers import Header, header
 from app.http.inplace import Driven, Wake
-from app.http.worker import AttemptFailed, ConnectRefused, Pool
+from app.http.worker import AttemptFailed, AttemptTimeout, ConnectRefused, Pool
 from app.metrics import Metrics
 from backends.base import Claim, ClaimValue
 
 QUICK, SLOW = b"/peers/quick", b"/peers/slow"
 _STORE_LIMIT = 1.0
 """Seconds that what a peer asks of the store here may take."""
+_ON_THE_WAY = 0.5
+"""Seconds more that its answer may be on its way."""
 _LEFT_OUT = 1.0
 """Seconds that a peer is not asked after it has not answered."""
 _DOUBTED = 3.0
@@ -55,7 +58,10 @@ class Patience(msgspec.Struct, frozen=True):
     """Seconds that a turn waits for its peers."""
 
     where: float = 0.1
-    """To know where a session is."""
+    """To know where a session is, for one that did not answer when it was last asked."""
+    late: float = 1.0
+    """For any other: it is there, and may be busy. Who guesses while it would have known puts a session at two workers,
+    and who waits for one that has just gone does so once."""
     closed: float = 0.05
     """To know that they have heard of a close."""
     store: float = 1.0
@@ -197,7 +203,7 @@ class Peers:
         links = self._usable()
         if not links:
             return None
-        told = await self._all(links, msgspec.structs.replace(ask, do="where", at=()), self._patience.where)
+        told = await self._all(links, msgspec.structs.replace(ask, do="where", at=()))
         known = [(each, target) for _, each in told if (target := self._meant(each)) is not None and not each.ended]
         known = [pair for pair in known if pair[1].worker.name not in ask.lost]
         best = max(known, key=_trust, default=None)
@@ -221,20 +227,20 @@ class Peers:
     async def serving(self, key: str) -> tuple[Target | None, bool]:
         """Where one of them serves the session without a claim, if any does; and whether all there are have said."""
         links = self._usable()
-        told = await self._all(links, Ask("where", key), self._patience.where) if links else []
+        told = await self._all(links, Ask("where", key)) if links else []
         known = [(each, there) for _, each in told if each.value is None and (there := self._meant(each)) is not None]
         return max(known, key=_trust)[1] if known else None, 0 < len(told) == len(self._links)
 
     async def served_by(self, claim: Claim) -> bool:
         """Whether one of them serves the session by this claim, and has the store's word for it."""
         links = self._usable()
-        told = await self._all(links, Ask("where", claim.key), self._patience.where) if links else []
+        told = await self._all(links, Ask("where", claim.key)) if links else []
         return any(known.proven and known.revision == claim.revision for _, known in told)
 
     async def ended_at(self, key: str) -> float:
         """When the session last ended at any of them, in Unix seconds; 0: nobody knows of an end."""
         links = self._usable()
-        told = await self._all(links, Ask("where", key), self._patience.where) if links else []
+        told = await self._all(links, Ask("where", key)) if links else []
         return max((known.ended_at for _, known in told), default=0.0)
 
     async def tell(
@@ -265,15 +271,25 @@ class Peers:
         now = self._clock()
         return [link for link in self._links.values() if now >= link.left_out_until and not link.gone]
 
-    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float) -> list[tuple[_Link, Known]]:
-        """Those that have answered in time, and what."""
+    async def _all(self, links: Sequence[_Link], ask: Ask, seconds: float | None = None) -> list[tuple[_Link, Known]]:
+        """Those that have answered in time, and what. `seconds` for all; None: what each deserves, and who has not
+        answered then is done without for a while. News goes to all in any case, as soon as may be."""
         waiting = [(link, link.quick.ask(ask)) for link in links]
-        await asyncio.wait([future for _, future in waiting], timeout=seconds)
+        futures = [future for _, future in waiting]
+        if seconds is None:
+            await asyncio.wait(futures, timeout=self._patience.where)
+            there = [future for link, future in waiting if link.answers and not future.done()]
+            if there:
+                await asyncio.wait(there, timeout=self._patience.late - self._patience.where)
+        else:
+            await asyncio.wait(futures, timeout=seconds)
         answers = []
         for link, future in waiting:
             if not future.done():
-                future.cancel()
                 self._metrics.peer_calls.inc(ask.do, "late")
+                if seconds is None:
+                    future.cancel()
+                    link.leave_out()
             elif (answer := future.result()) is not None:
                 answers.append((link, answer))
         return answers
@@ -315,17 +331,18 @@ class _Link:
         """When it is given up; None: its record stands."""
         self.gone = False
         """Nobody listens at its address, or somebody else."""
-        self._pool = Pool(peer.host, peer.port, connect_limit=patience.where, idle_limit=_IDLE)
+        self.answers = True
+        """It did when it was last asked, or has not been asked yet."""
+        self._pool = Pool(peer.host, peer.port, connect_limit=patience.late, idle_limit=_IDLE)
         head = (
             f"host: {peer.host if ':' not in peer.host else f'[{peer.host}]'}:{peer.port}\r\n"
             f"authorization: Bearer {peer.token}\r\ncontent-type: application/json\r\ncontent-length: "
         ).encode()
-        self.quick = _Line(
-            self, self._pool, b"POST %b HTTP/1.1\r\n" % QUICK + head, replica, metrics, patience.where, 1
-        )
-        self.slow = _Line(
-            self, self._pool, b"POST %b HTTP/1.1\r\n" % SLOW + head, replica, metrics, patience.store, _SLOW_AT_ONCE
-        )
+        quick, slow = (b"POST %b HTTP/1.1\r\n" % path + head for path in (QUICK, SLOW))
+        self.quick = _Line(self, self._pool, quick, replica, metrics, 2 * patience.late, 1, self.failed)
+        # Its store may take all the time that it is given there, and then its answer says so.
+        limit = patience.store + _ON_THE_WAY
+        self.slow = _Line(self, self._pool, slow, replica, metrics, limit, _SLOW_AT_ONCE, self.failed_slowly)
 
     @property
     def up(self) -> bool:
@@ -334,8 +351,22 @@ class _Link:
     def doubt(self) -> None:
         self._doubted_until = self._clock() + _DOUBTED
 
+    def has_answered(self, state: str) -> None:
+        self.state, self.answers, self.left_out_until = state, True, 0.0
+
+    def leave_out(self) -> None:
+        """It has not answered in time."""
+        self.answers, self.left_out_until = False, self._clock() + _LEFT_OUT
+
+    def failed_slowly(self, failure: Exception) -> None:
+        """What it was to ask its store. That it takes long says nothing of what it knows by itself."""
+        if isinstance(failure, AttemptTimeout):
+            self.doubt()
+        else:
+            self.failed(failure)
+
     def failed(self, failure: Exception) -> None:
-        self.left_out_until = self._clock() + _LEFT_OUT
+        self.leave_out()
         if isinstance(failure, ConnectRefused | _Stranger):
             self.gone = self.fades_at is not None
 
@@ -353,10 +384,18 @@ class _Line:
     """What is asked of one peer: a few messages at a time, each with all that has come until it leaves."""
 
     def __init__(
-        self, link: _Link, pool: Pool, head: bytes, replica: str, metrics: Metrics, seconds: float, at_once: int
+        self,
+        link: _Link,
+        pool: Pool,
+        head: bytes,
+        replica: str,
+        metrics: Metrics,
+        seconds: float,
+        at_once: int,
+        failed: Callable[[Exception], None],
     ) -> None:
         self._link, self._pool, self._head, self._replica, self._metrics = link, pool, head, replica, metrics
-        self._seconds, self._at_once = seconds, at_once
+        self._seconds, self._at_once, self._failed = seconds, at_once, failed
         self._waiting: list[tuple[Ask, asyncio.Future[Known | None]]] = []
         self._running: set[asyncio.Task[None]] = set()
 
@@ -390,7 +429,7 @@ class _Line:
                 answers = await self._post([ask for ask, _ in asked])
                 outcome = "ok"
             except AttemptFailed as failure:
-                self._link.failed(failure)
+                self._failed(failure)
                 self._give_up()
             finally:
                 for (ask, future), answer in zip(asked, answers, strict=True):
@@ -416,7 +455,7 @@ class _Line:
             raise _Stranger(str(error)) from error
         if len(reply.answers) != len(asks):
             raise _Stranger("the peer has not answered what it was asked")
-        self._link.state = reply.state
+        self._link.has_answered(reply.state)
         return reply.answers
 
 

@@ -15,12 +15,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import dns.rcode
 import pytest
 
+from app.fleet.workers import worker_name
 from backends import open_store
-from tests.e2e.conftest import new_session
+from tests.e2e.conftest import PATIENCE, new_session
 from tests.support.etcd import EtcdServer
+from tests.support.nameserver import NameServer
 from tests.support.processes import Process, Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.tcp import free_ports
 from tests.support.wire import ask, turn
@@ -104,8 +108,9 @@ async def sites(workers: Sequence[Worker]) -> dict[str, Counter[str]]:
 class Grown:
     """A fleet of two workers that becomes six, and then three of these; how depends on the kind of source."""
 
-    def __init__(self, processes: Processes, source: str, claims: str) -> None:
-        self.processes, self.source, self.claims = processes, source, claims
+    def __init__(self, processes: Processes, source: str, claims: str, names: NameServer | None = None) -> None:
+        """`names`: where the source's name is looked up."""
+        self.processes, self.source, self.claims, self.names = processes, source, claims, names
         self.file = processes.folder / "workers.toml"
         self._leaving: Process | None = None
 
@@ -115,6 +120,8 @@ class Grown:
         process = self.processes.start(
             "mocks", "app", "mock", "--port", "0", "--count", str(count), "--name", f"m{first}", *options
         )
+        if self.source == "dns+srv":
+            return process, [Worker(worker_name(_pod(url)), url, process) for url in process.urls(count)]
         named = [Worker(f"m{first}-{url.rpartition(':')[2]}", url, process) for url in process.urls(count)]
         return process, [Worker(each.name if count > 1 else f"m{first}", each.url, process) for each in named]
 
@@ -122,6 +129,8 @@ class Grown:
         _, workers = self.mocks(2)
         self._write(workers)
         options = [f"--claims={self.claims}", f"--worker-grace={GRACE}", "--slow-start=0"]
+        if self.names is not None:
+            return workers, [*options, f"--workers-from=dns+srv://fleet.test?nameserver={self.names.address}"]
         return workers, [*options, f"--workers-from={self.file.as_uri()}"] if self.source == "file" else options
 
     def grow(self, workers: list[Worker]) -> tuple[list[Worker], list[Worker]]:
@@ -138,14 +147,30 @@ class Grown:
             self._leaving.terminate()  # says good-bye, and goes
 
     def _write(self, workers: list[Worker]) -> None:
+        if self.names is not None:
+            pods = [urlsplit(_pod(each.url)) for each in workers]
+            records = {(str(pod.hostname), "A"): ["127.0.0.1"] for pod in pods}
+            self.names.records = {
+                ("fleet.test", "SRV"): [f"10 10 {pod.port} {pod.hostname}." for pod in pods],
+                **records,
+            }
         self.file.write_text("".join(f'[[worker]]\nurl = "{each.url}"\nname = "{each.name}"\n' for each in workers))
 
 
-@pytest.fixture(params=["file", "registry on etcd"])
+def _pod(url: str) -> str:
+    """Its URL by a name of its own, as a StatefulSet's pods have."""
+    port = urlsplit(url).port
+    return f"http://pod-{port}.fleet.test:{port}"
+
+
+@pytest.fixture(params=["file", "registry on etcd", "dns+srv"])
 def grown(request: pytest.FixtureRequest, quick_path: Path, processes: Processes) -> Iterator[Grown]:
     if request.param == "registry on etcd":
         with EtcdServer() as server:
             yield Grown(processes, "registry", server.url())
+    elif request.param == "dns+srv":
+        with NameServer() as names:
+            yield Grown(processes, "dns+srv", f"file://{quick_path}/claims", names)
     else:
         yield Grown(processes, request.param.split()[0], f"file://{quick_path}/claims")
 
@@ -220,6 +245,92 @@ async def _has(coming: Any, name: str) -> bool:
 
 async def _lacks(coming: Any, name: str) -> bool:
     return name not in await coming
+
+
+async def test_workers_of_a_name_are_its_addresses_and_a_name_server_in_trouble_moves_nobody(
+    quick_path: Path, processes: Processes
+) -> None:
+    """One worker that listens at all addresses of the loopback is as many workers as the name has addresses."""
+    (port,) = free_ports(1)
+    mock = processes.start("mock", "app", "mock", "--host", "0.0.0.0", "--port", str(port), "--ttft-ms", "2")
+    mock.urls(1)
+    with NameServer() as names:
+
+        def say(*numbers: int) -> set[str]:
+            addresses = [f"127.0.0.{number}" for number in numbers]
+            names.records = {("fleet.test", "A"): addresses}
+            return {worker_name(f"http://{address}:{port}") for address in addresses}
+
+        before = say(1, 2, 3)
+        options = [f"--claims=file://{quick_path}/claims", f"--worker-grace={GRACE}", f"--store-deadline={PATIENCE}"]
+        options += ["--slow-start=0", f"--workers-from=dns://fleet.test:{port}?nameserver={names.address}"]
+        (replica,) = processes.replicas_with(options)
+        await until_all_see([replica], before)
+        at = {}
+        for _ in range(12):
+            answer = await turn(replica.url, session=(session := new_session()), tokens=1)
+            assert answer.status == 200
+            at[session] = answer.worker
+        assert set(at.values()) == before
+        names.rcode = dns.rcode.SERVFAIL
+        await _asked_again(names)
+        names.silent = True
+        await _asked_again(names)
+        assert set(await fleet_of(replica)) == before
+        for session, worker in at.items():
+            answer = await turn(replica.url, session=session, tokens=1)
+            assert (answer.status, answer.worker) == (200, worker)
+        names.silent, names.rcode = False, dns.rcode.NOERROR
+        after = say(2, 3, 4)
+        await until_all_see([replica], after)
+        for session, worker in at.items():
+            answer = await turn(replica.url, session=session, tokens=1)
+            assert answer.status == 200
+            assert answer.worker == worker if worker in after else answer.worker in after
+
+
+async def _asked_again(names: NameServer) -> None:
+    asked = names.asked
+    await wait_until(lambda: names.asked >= asked + 2, 60)
+
+
+async def test_a_worker_that_comes_back_with_an_empty_cache_is_known_to_be_cold(
+    quick_path: Path, processes: Processes
+) -> None:
+    """It was killed, and is there again under its name and at its address before anybody took it for gone: both
+    replicas say so, and its sessions go on there."""
+    claims = f"file://{quick_path}/claims"
+    first, second = free_ports(2)
+
+    def start(port: int) -> Process:
+        return processes.start(
+            f"m{port}", "app", "mock", "--port", str(port), "--name", f"m{port}", "--register", claims, "--ttft-ms", "2"
+        )
+
+    back, names = start(first), {f"m{first}", f"m{second}"}
+    start(second)
+    options = [f"--claims={claims}", f"--store-deadline={PATIENCE}"]
+    replicas = processes.replicas_with(options, options)
+    await until_all_see(replicas, names)
+    sessions = [new_session() for _ in range(12)]
+    at = {each: (await turn(replicas[0].url, session=each, tokens=1)).worker for each in sessions}
+    assert set(at.values()) == names
+    lives = [(await fleet_of(replica))[f"m{first}"]["incarnation"] for replica in replicas]
+    assert lives[0] == lives[1] != ""
+    back.kill()
+    start(first)
+
+    async def is_cold(replica: Replica) -> bool:
+        told = (await fleet_of(replica))[f"m{first}"]
+        return bool(told["available"] and told["incarnation"] not in ("", lives[0]))
+
+    for replica in replicas:
+        await wait_until(lambda replica=replica: is_cold(replica), 60)  # type: ignore[misc]
+        assert f"worker m{first} has come back with an empty cache" in replica.process.output()
+    for session, worker in at.items():
+        for replica in replicas:
+            answer = await turn(replica.url, session=session, tokens=1)
+            assert (answer.status, answer.worker) == (200, worker)
 
 
 async def test_a_sidecar_that_was_frozen_registers_again_and_says_good_bye(

@@ -32,6 +32,9 @@ class ScriptedReplica:
 
     def __init__(self) -> None:
         self.heads: list[bytes] = []
+        self.ready = True
+        self.checks = 0
+        """How often it was asked for that."""
         self.left = asyncio.Event()
         """The client of a `/v1/hang` has gone."""
         self.go = asyncio.Event()
@@ -83,7 +86,8 @@ class ScriptedReplica:
         length = next((int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")), 0)
         await reader.readexactly(length)
         if path == b"/ready":
-            writer.write(OK)
+            self.checks += 1
+            writer.write(OK if self.ready else b"HTTP/1.1 503 X\r\ncontent-length: 0\r\n\r\n")
             return True
         self.heads.append(head)
         if path == b"/v1/break":
@@ -175,6 +179,19 @@ async def test_a_replica_that_cannot_be_connected_to_is_passed_over(front: Front
     await front.replicas[0].stop()
     assert {(await front.post()).status for _ in range(8)} == {200}
     assert len(front.replicas[1].heads) == 8
+
+
+async def test_where_none_seems_well_turns_are_tried_all_the_same(front: Front) -> None:
+    """One restarts, and the other was too busy to say that it is ready, or has broken a turn."""
+    gone, other = front.replicas
+    await gone.stop()
+    other.ready = False
+    if front.name != "nginx":  # which does not ask
+        checks = other.checks
+        await wait_until(lambda: other.checks >= checks + 4, 30)
+    for _ in range(3):
+        assert (await front.post("/v1/break")).status in (502, 503)
+        assert (await front.post()).status == 200
 
 
 async def test_with_no_replica_the_error_has_openais_shape(front: Front) -> None:

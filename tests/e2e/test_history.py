@@ -12,7 +12,7 @@ from tests.e2e.history.run import run, summary
 
 ACTS = {
     "file": {"kill-replica", "freeze-replica", "end-by-admin", "kill-worker", "freeze-worker", "sicken-worker"}
-    | {"fill-disk", "remove-files", "garble-files"},
+    | {"fill-disk", "remove-files", "garble-files", "unname-worker", "break-source"},
     "etcd": {"kill-replica", "freeze-replica", "kill-worker", "flap-worker", "sicken-worker"}
     | {"kill-leader", "freeze-store", "wipe-store", "garble-keys", "cut-links-apart", "hang-calls"},
 }

@@ -193,6 +193,85 @@ async def test_a_peer_that_hangs_costs_a_moment_and_then_nothing(here: Replica) 
         peers.close()
 
 
+async def test_a_peer_that_is_busy_is_waited_for_and_one_that_has_gone_in_silence_once(here: Replica) -> None:
+    other = Other()
+    await other.open()
+    hangs, patience = asyncio.Event(), Patience(where=0.01, late=2.0)
+
+    other.desk.known = Known(spot(here, "b"), ClaimValue(worker="b"), 7, True)
+    async with late(other.port, 0.1, hangs) as port:
+        peers = Peers("here", Naming(here.fleet), here.metrics, patience=patience)
+        peers.update([Peer("other", "life", "127.0.0.1", port, "a-token", "up")])
+        for _ in range(3):
+            assert await peers.find(WHERE) is not None, "ten times as long as one that has gone is given"
+        hangs.set()
+        assert await peers.find(WHERE) is None
+        assert here.metrics.peer_calls.cells["where", "late"] == 1
+        assert not peers.any_up, "it is left out"
+        hangs.clear()
+        await until(lambda: peers.any_up)  # what it was asked is answered late, and tells that it is there
+        assert await peers.find(WHERE) is not None
+        peers.close()
+    await other.shut()
+
+
+async def test_news_reaches_a_peer_that_is_busy(here: Replica) -> None:
+    """Those who tell it go on; it is not lost for that."""
+    other = Other()
+    await other.open()
+    hangs = asyncio.Event()
+    hangs.set()
+    async with late(other.port, 0.01, hangs) as port:
+        peers = Peers("here", Naming(here.fleet), here.metrics, patience=Patience(closed=0.001, late=5.0))
+        peers.update([Peer("other", "life", "127.0.0.1", port, "a-token", "up")])
+        for number in range(3):
+            await peers.tell("moved", f"{number:040x}", 1)
+        assert not other.desk.asked
+        hangs.clear()
+        await until(lambda: len(other.desk.asked) == 3)
+        peers.close()
+    await other.shut()
+
+
+@contextlib.asynccontextmanager
+async def late(port: int, seconds: float, hangs: asyncio.Event) -> AsyncIterator[int]:
+    """A way to `port` by which what is asked takes so long, and while it hangs, until it does no more."""
+
+    async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, slow: bool) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                if slow:
+                    await asyncio.sleep(seconds)
+                    while hangs.is_set():
+                        await asyncio.sleep(0.01)
+                writer.write(data)
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(carry(reader, back, True), carry(there, writer, False))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+
+
+async def test_a_peer_whose_store_hangs_is_still_asked_what_it_knows(here: Replica, other: Other) -> None:
+    """Its own word comes at once. What it asks the store is not waited for again."""
+    peers = Peers("here", Naming(here.fleet), here.metrics, patience=Patience(where=5.0, late=5.0, store=0.05))
+    peers.update([other.peer()])
+    other.desk.go.clear()
+    other.desk.known = Known(spot(here, "b"), ClaimValue(worker="b"), 7)
+    for _ in range(3):
+        found = await peers.find(WHERE)
+        assert found is not None
+        assert found[1] is here.target("b")
+        await until(lambda: not peers._links[other.peer().incarnation].slow._running)
+    assert len(other.desk.bound_for) == 1
+    other.desk.go.set()
+    peers.close()
+
+
 async def test_a_bind_that_hangs_is_waited_for_once(other: Other, peers: Peers) -> None:
     other.desk.go.clear()
     assert await peers.find(WHERE) is None

@@ -330,6 +330,30 @@ async def test_a_killed_worker_that_has_no_time_to_end_is_waited_for(takes: str)
         assert len(doomed.requests) == 2
 
 
+async def test_a_connection_that_is_made_while_our_own_loop_has_no_time_counts() -> None:
+    """Else a busy machine moves the sessions of workers that are well."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pool = Pool("127.0.0.1", listener.getsockname()[1], connect_limit=0.2)
+        connecting = asyncio.create_task(pool.connect())
+        await asyncio.sleep(0)
+        time.sleep(0.5)
+        assert (await connecting).connected
+        pool.close()
+
+
+async def test_a_connection_that_is_not_made_is_given_up_when_our_own_loop_had_no_time_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = Pool("127.0.0.1", 9, connect_limit=0.2)
+    monkeypatch.setattr(pool, "_open", lambda loop: asyncio.sleep(60))
+    connecting = asyncio.create_task(pool.connect())
+    await asyncio.sleep(0)
+    time.sleep(0.5)
+    with pytest.raises(ConnectFailed):
+        async with asyncio.timeout(30):
+            await connecting
+
+
 # -- streams of events
 
 

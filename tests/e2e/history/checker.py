@@ -178,10 +178,10 @@ class Fault:
 
     kind: str
     """replica-killed | replica-frozen | worker-killed | worker-frozen (for less than probes tell) | worker-hung (for
-    longer) | worker-sick | worker-removed (or drained, from the deadline on) | worker-cordoned | worker-marked (it is
-    taken back) | member-killed | member-frozen | quorum-lost | store-wiped | store-cut | calls-hang | compacted | disk-
-    full | claim-removed | claim-garbled (until it was ended) | claim-replaced | claim-ended | machine-slow (not its
-    doing)"""
+    longer) | worker-sick | worker-removed (or drained, from the deadline on) | source-broken (of workers) |
+    worker-cordoned | worker-marked (it is taken back) | member-killed | member-frozen | quorum-lost | store-wiped |
+    store-cut | calls-hang | compacted | disk-full | claim-removed | claim-garbled (until it was ended) |
+    claim-replaced | claim-ended | machine-slow (not its doing)"""
     target: str = ""
     """Of a claim: the session. Of links to the store (cut, or with single calls that hang): the replica. Of a slow
     machine: the replica that was slow, or nobody: all."""
@@ -956,7 +956,8 @@ def check_marks(session: _Session, verdict: Verdict) -> None:
 def check_turns(session: _Session, verdict: Verdict) -> None:
     """Every turn gets one complete answer, of the worker that the answer names, which has run it once. Excused: those
     on a replica that was killed meanwhile; 502, a broken stream or a cut one when their worker was; what a sick worker
-    has answered, after which a turn may have run at one other; and what takes longer than a client waits, on a machine
+    has answered, after which a turn may have run at one other; 503 of a replica that starts while its source of workers
+    is broken; and what takes longer than a client waits, on a machine
     that was slow."""
     faults = session.faults
     for turn in session.turns:
@@ -988,6 +989,12 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
                 or faults.overlap("machine-slow", "", turn.start, turn.end)
             ):
                 excuse = "machine slow"
+            elif (
+                turn.status == 503
+                and faults.overlap("replica-killed", turn.replica, turn.start, turn.end)
+                and faults.overlap("source-broken", None, turn.start - RECOVERY, turn.end)
+            ):
+                excuse = "replica started without a source"  # it is not ready, and knows no worker
             elif turn.status == 502 and any(
                 faults.overlap("worker-hung", worker, turn.start, turn.end) for worker in workers
             ):

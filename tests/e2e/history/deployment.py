@@ -11,7 +11,7 @@ import random
 import resource
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,6 +29,8 @@ REPLICAS = 3
 WORKER_OPTIONS = ("--ttft-ms", "3", "--itl-ms", "5")
 PROBING = ("--probe-interval=0.5", "--probe-timeout=1", "--down-after=1")
 """So that an ill worker is found to be so, and well again, within seconds."""
+GRACE = 1.5
+"""Seconds that a worker is kept which the source does not name any more."""
 DISK_BYTES = 16 << 20
 PREFIX = "history"
 COUNTERS = (
@@ -73,6 +75,8 @@ class Deployment:
         self.links: list[list[TcpProxy]] = []
         """Of each replica: what it reaches the cluster's members through."""
         self.claims = folder / "claims"
+        self.source = folder / "workers.toml"
+        """Says to the replicas which workers there are."""
         self._processes = processes
         self._links = contextlib.AsyncExitStack()
         self._mount: subprocess.Popen[bytes] | None = None
@@ -100,8 +104,10 @@ class Deployment:
             f"--store-deadline={self.rules.deadline}",
             "--worker-keepalive=1",
             *PROBING,
-            *(f"--worker={worker.url},name={worker.name}" for worker in self.workers),
+            f"--workers-from={self.source.as_uri()}",
+            f"--worker-grace={GRACE}",
         ]
+        self.name_workers(self.workers)
         stores = [f"--claims={self._store_url(number)}" for number in range(REPLICAS)]
         for number, replica in enumerate(self._processes.replicas_with(*([store, *options] for store in stores))):
             again = ("app", "serve", "--port", str(urlsplit(replica.url).port), stores[number], *options)
@@ -186,6 +192,13 @@ class Deployment:
                 if said.status == 200:
                     return True
         return False
+
+    def name_workers(self, workers: Iterable[Node]) -> None:
+        """The source names these from now on."""
+        self.write_source("".join(f'[[worker]]\nurl = "{each.url}"\nname = "{each.name}"\n' for each in workers))
+
+    def write_source(self, text: str) -> None:
+        self.source.write_text(text)
 
     async def kill_worker(self, node: Node) -> None:
         """Take what it has recorded, then SIGKILL. What it does in the moment between is not known."""

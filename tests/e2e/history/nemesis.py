@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
 
 from tests.e2e.history.checker import OBEYED, Fault
-from tests.e2e.history.deployment import Deployment, Node
+from tests.e2e.history.deployment import GRACE, Deployment, Node
 from tests.e2e.history.load import Load
 from tests.support.etcd import EtcdServer
 from tests.support.processes import clear_faults, order_fault
@@ -40,6 +40,7 @@ ACTS = {
     "replica": ("kill-replica", "freeze-replica", "end-by-admin"),
     "worker": ("kill-worker", "freeze-worker", "sicken-worker", "flap-worker", "hang-worker"),
     "marks": ("cordon-worker", "drain-worker", "remove-worker"),
+    "source": ("unname-worker", "break-source"),
     "files": ("fill-disk", "remove-files", "garble-files", "replace-files"),
     "members": (
         "freeze-member",
@@ -58,8 +59,8 @@ ACTS = {
 }
 """By lane: those of one lane come one after another, the lanes go on side by side. `_kill_replica` is kill-replica."""
 LANES = {
-    "file": ("replica", "worker", "marks", "files"),
-    "etcd": ("replica", "worker", "marks", "members", "links"),
+    "file": ("replica", "worker", "marks", "source", "files"),
+    "etcd": ("replica", "worker", "marks", "source", "members", "links"),
 }
 
 Act = Callable[[random.Random], Awaitable[None]]
@@ -258,6 +259,36 @@ class Nemesis:
             await asyncio.sleep(0.2)
         self._watch_over(worker, fault)
 
+    # -- where workers come from
+
+    async def _unname_worker(self, rng: random.Random) -> None:
+        """The source names it no more: it is given no new sessions, and its own move when the grace is over, if it is
+        not named again before."""
+        worker = self._well_worker(rng)
+        if worker is None:
+            return
+        self._ill[worker.name] = asyncio.ensure_future(asyncio.sleep(0))
+        removed = self._begin("worker-removed", worker.name)
+        removed.start += GRACE
+        self._deployment.name_workers(each for each in self._deployment.workers if each is not worker)
+        await self._wait(rng.choice([0.5, 2.0, 3.0]) * GRACE)
+        self._deployment.name_workers(self._deployment.workers)
+        self._watch_over(worker, removed)
+
+    async def _break_source(self, rng: random.Random) -> None:
+        """It is empty, cut off, garbage, or not there: where there is a last good view that stands, and nothing at all
+        happens."""
+        fault = self._begin("source-broken")
+        for _ in range(rng.randint(1, 3)):
+            broken = rng.choice(["", '[[worker]]\nurl = "http', "\0" * 50, None])
+            if broken is None:
+                self._deployment.source.unlink()
+            else:
+                self._deployment.write_source(broken)
+            await self._wait(rng.uniform(0.1, 3.0))
+        self._deployment.name_workers(self._deployment.workers)
+        fault.end = time.time()
+
     async def _freeze(self, worker: Node, seconds: float) -> None:
         worker.process.freeze()
         try:
@@ -276,7 +307,7 @@ class Nemesis:
                 assert time.monotonic() < give_up_at, f"{worker.name} is not found well again: {doubts}"
                 await self._wait(0.2)
             fault.end = time.time()
-            del self._ill[worker.name]
+            self._ill.pop(worker.name, None)  # what befell it twice is watched twice
 
         self._ill[worker.name] = asyncio.ensure_future(until_well())
 

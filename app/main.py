@@ -345,7 +345,7 @@ def create_app(
                         metrics=metrics,
                         catalog=catalog,
                         admins=admins_of_turns,
-                        foresight=caches or prefixes,
+                        foresight=prefixes if caches is None else caches,
                         rules=Rules(
                             soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
                             reject_conflicts=settings.sessions.hint_conflict == "reject",
@@ -403,7 +403,8 @@ def create_app(
     app = Router("coatcheck", lifespan=lifespan)
     app.settings, app.fleet, app.metrics, app.door = settings, fleet, metrics, door
     app.keys, app.hasher = keys, hasher
-    app.catalog, app.foresight = catalog, caches or prefixes
+    app.catalog = catalog
+    app.foresight = prefixes if caches is None else caches
     app.discovery = Discovery(
         fleet,
         worker_maker(lambda: app.settings, tls),
@@ -651,6 +652,12 @@ def _register_gauges(app: Router) -> None:
         "coatcheck_placement_blocks",
         "Blocks of prompts of which it is known who has them cached; with policies that do not ask: 0.",
         lambda: 0 if app.foresight is None else len(app.foresight),
+    )
+    metrics.gauge(
+        "coatcheck_kv_workers",
+        "Targets whose KV events are followed, and believed at the moment.",
+        lambda: app.foresight.believed if isinstance(app.foresight, Caches) else 0,
+        merge="min",
     )
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)

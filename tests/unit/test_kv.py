@@ -88,9 +88,9 @@ ONE = list(range(100, 120))
 def test_what_is_stored_is_there_and_what_is_removed_is_not(engine: Engine) -> None:
     engine.tell(engine.stored(ONE))
     assert engine.overlap(ONE) == 20
-    assert engine.overlap(ONE + [1, 2, 3]) == 20
+    assert engine.overlap([*ONE, 1, 2, 3]) == 20
     assert engine.overlap(ONE[:11]) == 8
-    assert engine.overlap(ONE[:9] + [0] + ONE[10:]) == 8
+    assert engine.overlap([*ONE[:9], 0, *ONE[10:]]) == 8
     assert engine.overlap([0, *ONE]) == 0
     engine.tell(engine.removed(ONE[:16]))
     assert engine.overlap(ONE) == 12  # what follows on it is there, and of no use
@@ -244,7 +244,7 @@ def test_a_removal_elsewhere_leaves_what_is_computed_from(engine: Engine) -> Non
 )
 def test_what_is_not_understood_is_said(payload: bytes) -> None:
     holdings = Holdings(Index())
-    with pytest.raises(ValueError):  # noqa: PT011
+    with pytest.raises(ValueError):
         list(holdings.apply(read(payload), []))
 
 

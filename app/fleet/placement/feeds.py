@@ -361,8 +361,9 @@ class Feeds:
         for target, feed in list(self.by_target.items()):
             if wanted.get(target) != feed.places:
                 del self.by_target[target]
-                self._ready.pop(feed, None)
                 feed.close()
+                self._ready.pop(feed, None)
+                self._work_later()
         for target, places in wanted.items():
             if target not in self.by_target:
                 self.by_target[target] = Feed(target, places, self)
@@ -374,6 +375,8 @@ class Feeds:
             feed.close()
         self.by_target.clear()
         self._ready.clear()
+        self.dead.clear()
+        self._sweeping = None
         if self._context is not None:
             self._context.destroy(linger=0)
 

@@ -54,6 +54,12 @@ class Caches:
             self.feeds.close()
             self.feeds = None
 
+    @property
+    def believed(self) -> int:
+        """Targets of which it is known what they have."""
+        feeds = self.feeds
+        return 0 if feeds is None else sum(feeds.trusted(target) is not None for target in feeds.by_target)
+
     def prompt(self, path: bytes, model: str, said: Mapping[str, Piece]) -> Prompt | None:
         """As `Foresight.prompt`."""
         guessed = self.prefixes.prompt(path, model, said)

@@ -1,4 +1,4 @@
-"""Following KV events over real sockets: what is believed of a worker when events are missed, come late, or begin anew."""
+"""Following KV events over real sockets: what is believed when events are missed, come late, or begin anew."""
 
 from __future__ import annotations
 

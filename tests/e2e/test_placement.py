@@ -112,7 +112,7 @@ async def cached_share(workers: list[Worker], replicas: list[Replica], system: s
         await asyncio.gather(*(one(number, again) for number in range(PROMPTS)))
     served = [turn for now, known in zip(await chats(), before, strict=True) for turn in now[len(known) :]]
     assert len(served) == PROMPTS * TIMES
-    return sum(turn["cached_tokens"] for turn in served) / sum(turn["prompt_tokens"] for turn in served)
+    return float(sum(turn["cached_tokens"] for turn in served) / sum(turn["prompt_tokens"] for turn in served))
 
 
 async def test_what_has_a_cached_beginning_goes_there_at_every_replica(

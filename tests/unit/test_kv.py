@@ -13,6 +13,7 @@ import pytest
 
 from app.fleet.placement.events import Holdings, read
 from app.fleet.placement.index import Index, Shelf, links, root, token_bytes
+from tests.support.kv_events import Run, recorded
 
 SIZE = 4
 
@@ -324,3 +325,20 @@ def test_a_shelf_is_swept_in_pieces(index: Index) -> None:
 def test_a_long_batch_is_applied_in_pieces(engine: Engine) -> None:
     batch = read(msgspec.msgpack.encode([1.0, [engine.stored(list(range(4000)))], 0]))
     assert sum(1 for _ in engine.holdings.apply(batch, [])) > 1000 / 64
+
+
+@pytest.mark.parametrize("run", recorded().runs, ids=lambda run: run.name)
+def test_of_a_real_vllm_it_is_known_what_it_reports_as_cached(index: Index, run: Run) -> None:
+    """What it said was recorded, beside the cached tokens of each of its answers."""
+    engines: dict[int, Engine] = {}
+    for step in run.steps:
+        engine = engines.setdefault(step.rank, Engine(index))
+        if step.prompt:
+            whole = (len(step.prompt) - 1) // run.block_size * run.block_size  # the last token is always computed
+            assert min(whole, engine.overlap(step.prompt, step.adapter, step.salt)) == step.cached, step.what
+        for _, _, payload in step.frames:
+            for _ in engine.holdings.apply(read(payload), dead := []):
+                pass
+            engine.sweep(dead)
+    assert any(step.cached for step in run.steps)
+    assert not any(engine.holdings.opaque for engine in engines.values())

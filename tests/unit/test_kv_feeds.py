@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from app.fleet.placement.feeds import Feed, Feeds
+from app.fleet.placement.feeds import Feed, Feeds, _places
 from app.fleet.placement.index import Index, links, root, token_bytes
 from app.fleet.workers import Fleet, Target, WorkerError, WorkerSpec, make_worker, worker_spec
 from app.metrics import Metrics
@@ -39,10 +39,10 @@ class Publisher:
     def _bind(self) -> None:
         self._publish = self.context.socket(zmq.XPUB)
         self._publish.bind(self.events or "tcp://127.0.0.1:*")
-        self.events = self._publish.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.events = _address(self._publish)
         self._router = self.context.socket(zmq.ROUTER)
         self._router.bind(self.replay or "tcp://127.0.0.1:*")
-        self.replay = self._router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        self.replay = _address(self._router)
         self._loop.add_reader(self._router.fileno(), self.answer)
 
     def answer(self) -> None:
@@ -83,6 +83,12 @@ class Publisher:
     def close(self) -> None:
         self.stop()
         self.context.destroy(linger=0)
+
+
+def _address(socket: zmq.Socket[bytes]) -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
 
 
 class Follower:
@@ -370,8 +376,6 @@ def test_where_ranks_publish() -> None:
     spec = worker_spec("http://a:1,dp=2,kv-events=tcp://a:5557,kv-replay=tcp://a:6557")
     worker = make_worker(spec.url, ranks=2, connect_limit=1, idle_limit=1)
     worker.spec = spec
-    from app.fleet.placement.feeds import _places
-
     assert [(places.events, places.replay) for _, places in _places(worker)] == [
         ("tcp://a:5557", "tcp://a:6557"),
         ("tcp://a:5558", "tcp://a:6558"),

@@ -168,7 +168,9 @@ class Workers(_Group, title="workers"):
         description=f"Where new sessions go: {', '.join(POLICIES)}.",
     )
     prefix_memory: int = Field(64, ge=1, le=65_536)
-    """MiB in which policy prefix remembers which prompts went where."""
+    """MiB in which policies prefix and kv remember which prompts went where."""
+    tokenize_timeout: float = Field(0.5, gt=0, le=60)
+    """Seconds that policy kv waits for a worker to make a prompt tokens; then it is placed as by prefix."""
     rank_header: Annotated[str, Spoken(wrong="not the name of a header; write one like X-data-parallel-rank")] = Field(
         "X-data-parallel-rank", pattern=r"^[A-Za-z0-9!#$%&'*.^_`|~-]+$"
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from app.fleet.capacity import Capacity
 from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
+from app.fleet.placement.kv import Caches
 from app.fleet.placement.prefix import Prefixes
 from app.fleet.workers import Fleet
 from app.metrics import SHOWN_STATES, Metrics
@@ -25,7 +26,7 @@ def register_gauges(
     capacity: Capacity | None,
     catalog: Catalog,
     discovery: Discovery,
-    foresight: Prefixes | None,
+    foresight: Prefixes | Caches | None,
     version: str,
 ) -> None:
     """To be called once. `capacity`: None where no turns are limited; `foresight`: None where the policy does not ask
@@ -51,6 +52,12 @@ def register_gauges(
         "coatcheck_placement_blocks",
         "Blocks of prompts of which it is known who has them cached; with policies that do not ask: 0.",
         lambda: 0 if foresight is None else len(foresight),
+    )
+    metrics.gauge(
+        "coatcheck_kv_workers",
+        "Targets whose KV events are followed, and believed at the moment.",
+        lambda: foresight.believed if isinstance(foresight, Caches) else 0,
+        merge="min",
     )
     metrics.gauge("coatcheck_claim_cache_entries", "Sessions known here, in use or idle.", lambda: affinity.size)
     metrics.gauge("coatcheck_session_turns_active", "Turns with a session.", lambda: affinity.active_turns)

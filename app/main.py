@@ -28,7 +28,9 @@ from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.operators import Operators
 from app.fleet.models import ModelLists
 from app.fleet.naming import Naming
+from app.fleet.placement.kv import Caches
 from app.fleet.placement.prefix import Prefixes
+from app.fleet.placement.tokens import Tokenizer
 from app.fleet.policies import POLICIES, by_cache
 from app.fleet.probes import Prober
 from app.fleet.workers import Fleet, worker_specs
@@ -59,10 +61,10 @@ from app.sessions.peers import Door, Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.traffic import Traffic
 from app.turn.access import AccessLog
-from app.turn.fields import parse_aliases
+from app.turn.fields import Prompts, parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
-from app.turn.request import Reading
+from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
 from app.turn.tracing import Tracing, open_tracing
 from app.turn.turn import Shared, Turns
@@ -72,6 +74,10 @@ _VISIBLE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")
 """What of a replica's name stands in a header as it is."""
 _LAG_EVERY = 0.1
 """Seconds between looks at the loop's lag."""
+
+
+_PROMPTS: dict[str, Prompts] = {"prefix": "yes", "kv": "exactly"}
+"""What policies want to know of requests' prompts; others: nothing."""
 
 
 class Keys(msgspec.Struct, frozen=True):
@@ -172,7 +178,7 @@ class Router(ControlPlane):
             judges_hints=settings.sessions.hints == "follow",
             aliases=parse_aliases(settings.workers.model_alias),
             traced=self.tracing is not None,
-            prompts=POLICIES[settings.workers.policy] is by_cache,
+            prompts=_PROMPTS.get(settings.workers.policy, "no"),
         )
         if self.claims is not None:
             shared = msgspec.structs.replace(self.turns.shared, reading=self.reading, limits=turn_limits(settings))
@@ -222,7 +228,6 @@ def create_app(
     metrics.workers = lambda: ((worker.name, worker.cells) for worker in fleet)
     traffic, events = Traffic(metrics, fleet), EventLog()
     policy = POLICIES[settings.workers.policy]
-    foresight = Prefixes(metrics, memory=settings.workers.prefix_memory * MIB) if policy is by_cache else None
     admins, admins_of_turns = _admins(settings)
     hasher = KeyHasher(settings.store.secret.encode())
     keys = Keys.read(settings)
@@ -257,6 +262,17 @@ def create_app(
         interval=settings.workers.models_interval,
         strict=settings.workers.unknown_models == "refuse",
     )
+
+    prefixes = Prefixes(metrics, memory=settings.workers.prefix_memory * MIB) if policy is by_cache else None
+    caches = None
+    if prefixes is not None and settings.workers.policy == "kv":
+        tokenizer = Tokenizer(
+            metrics,
+            lambda: worker_key_line(app.reading.worker_key),
+            seconds=settings.workers.tokenize_timeout,
+        )
+        caches = Caches(fleet, metrics, prefixes, tokenizer, adapter=catalog.adapter, serving=catalog.serving)
+    foresight = prefixes if caches is None else caches
 
     fleet.choices_with = catalog.choices_with
 
@@ -370,6 +386,9 @@ def create_app(
             )
             app.claims = claims  # and the turns are there
             _, sources = await open_sources(settings, claims)
+            if caches is not None:
+                caches.start()
+                stack.callback(caches.close)
             await app.discovery.start(claims.registry, sources)
             stack.push_async_callback(app.discovery.aclose)
             app.affinity.start()

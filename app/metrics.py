@@ -28,6 +28,7 @@ BodyUnread = Literal["compressed", "large", "malformed"]
 BODIES_UNREAD: tuple[BodyUnread, ...] = get_args(BodyUnread)
 CLOSE_OUTCOMES = ("closed", "gone", "superseded", "expired")
 CONNECT_OUTCOMES = ("ok", "failed")
+KV_GAPS = ("gap", "restart", "connection", "down", "malformed", "replay")
 KEPT_OUTCOMES = ("kept", "alone", "unread", "followed", "past_session", "unknown", "gone")
 NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
@@ -52,6 +53,7 @@ WORKER_STATES = ("starting", "up", "suspect", "down")
 SHOWN_STATES = (*WORKER_STATES, "draining", "cordoned", "leaving", "gone")
 STORE_CALLS = ("get", "create", "close", "renew")
 STORE_OUTCOMES = ("ok", "lost", "failed", "cancelled")
+TOKENIZED = ("ok", "remembered", "given", "inexact", "failed")
 WAYS_GIVEN = ("late_write", "lost_worker", "rewound")
 
 USAGES_A_TICK = 10
@@ -310,6 +312,25 @@ class Metrics:
         self.found_tokens = Counter("coatcheck_found_tokens", "Tokens of the same prompts that were cached there.")
         self.foresights_wrong = Counter(
             "coatcheck_foresights_wrong", "Answers by which a target has lost what it was taken to have cached."
+        )
+        self.foresights_exact = Counter(
+            "coatcheck_foresights_exact",
+            "Answers of workers whose KV events are followed, by whether as many tokens were cached as was foreseen.",
+            {"outcome": ("yes", "more", "less")},
+        )
+        self.kv_batches = Counter("coatcheck_kv_batches", "Batches of KV events that were read.")
+        self.kv_gaps = Counter(
+            "coatcheck_kv_gaps",
+            "Times that KV events were missed, or may have been, by what told so.",
+            {"reason": KV_GAPS},
+        )
+        self.kv_replays = Counter(
+            "coatcheck_kv_replays", "Replays of KV events that were asked for.", {"outcome": ("ok", "failed")}
+        )
+        self.tokenized = Counter(
+            "coatcheck_tokenized",
+            "Prompts that were to be made tokens for the policy kv, by what came of it.",
+            {"outcome": TOKENIZED},
         )
         self.queue_seconds = Histogram(
             "coatcheck_queue_seconds", "How long turns waited for a slot, of those that waited and got one.", _SECONDS

@@ -27,7 +27,7 @@ from rich.table import Table
 from app import Trouble
 from app.fleet.candidates import Candidates
 from app.fleet.placement.blocks import ENDS, Chained, full_blocks
-from app.fleet.placement.prefix import Prefixes
+from app.fleet.placement.prefix import Prefixes, Prompt
 from app.fleet.policies import POLICIES, Policy, by_cache, rendezvous
 from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
@@ -219,6 +219,8 @@ class Routed:
         self._turns: dict[Session, _Replica] = {}
         """The replica at which each session's turn runs. A session has one at a time."""
         self._told_at = 0.0
+        self.engines: Sequence[Scheduler] | None = None
+        """Those whose caches are known, as `kv` knows them."""
 
     def place(self, session: Session, turn: Turn, now: float) -> int:
         self._now = now
@@ -230,7 +232,8 @@ class Routed:
             number = claimed[0]
         else:
             text = _Text(session, turn, self._block_bytes)
-            number = replica.choose(self._policy, session.name, self._among[session.model], text)
+            held = None if self.engines is None else partial(_held, self.engines, session, turn)
+            number = replica.choose(self._policy, session.name, self._among[session.model], text, held)
             if session.name:
                 self._claims[session.name] = number, replica
                 replica.targets[number].sessions += 1
@@ -283,13 +286,40 @@ class _Replica:
         self._prefixes = Prefixes(Metrics(), memory=_PREFIX_MEMORY)
         self._numbers = {target: number for number, target in enumerate(self.targets)}
 
-    def choose(self, policy: Policy, key: str, among: frozenset[str] | None, text: Chained) -> int:
-        prompt = self._prefixes.prompt_of(text) if policy is by_cache else None
+    def choose(
+        self,
+        policy: Policy,
+        key: str,
+        among: frozenset[str] | None,
+        text: Chained,
+        held: Callable[[], list[float]] | None,
+    ) -> int:
+        prompt: Prompt | _Known | None = self._prefixes.prompt_of(text) if policy is by_cache else None
+        if prompt is not None and held is not None:
+            prompt = _Known(self._prefixes.prompt_of(text), self.targets, held)
         target = policy(self.fleet.candidates(among=among, key=key, prompt=prompt))
         self.fleet.note_placed(target)
         if prompt is not None:
             prompt.placed(target)
         return self._numbers[target]
+
+
+def _held(engines: Sequence[Scheduler], session: Session, turn: Turn) -> list[float]:
+    """What part of a turn's prompt each engine has in its cache."""
+    size = engines[0].profile.block_size
+    blocks = min((turn.prompt - 1) // size, len(session.chain))
+    return [engine.cache.find(session.chain, blocks)[0] * size / turn.prompt for engine in engines]
+
+
+class _Known:
+    """A prompt of which it is known who has it."""
+
+    def __init__(self, prompt: Prompt, targets: Sequence[Target], held: Callable[[], list[float]]) -> None:
+        self.name, self.placed = prompt.name, prompt.placed
+        self._targets, self._held = targets, held
+
+    def shares(self) -> dict[Target, float]:
+        return {target: share for target, share in zip(self._targets, self._held(), strict=True) if share}
 
 
 class _Text:
@@ -338,7 +368,7 @@ _LOAD_WEIGHS = 0.02
 
 def _placer(args: argparse.Namespace, name: str, engines: Sequence[Scheduler]) -> Routed | Unrouted:
     if name in _ROUTED:
-        return Routed(
+        routed = Routed(
             _ROUTED[name],
             workers=args.workers,
             ranks=args.ranks,
@@ -347,6 +377,8 @@ def _placer(args: argparse.Namespace, name: str, engines: Sequence[Scheduler]) -
             seed=args.seed,
             block_size=engines[0].profile.block_size,
         )
+        routed.engines = engines if name == "kv" else None
+        return routed
     choose = _in_turn() if name == "turns" else partial(_best, engines)
     return Unrouted(choose, targets=len(engines), ranks=args.ranks, models=args.models)
 

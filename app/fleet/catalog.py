@@ -111,6 +111,7 @@ class Catalog:
         self._served = served = Served(fleet, strict=strict, changed=self._wake)
         self.serving, self.choices_with = served.serving, served.choices_with
         self.entries, self.models_of, self.refused = served.entries, served.models_of, served.refused
+        self.adapter = served.adapter
         self._wanted: list[tuple[str, asyncio.Future[None]]] = []
         """Who waits for a model."""
         self._absent: dict[str, float] = {}

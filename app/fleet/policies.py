@@ -161,6 +161,7 @@ def hint_required() -> TurnError:
 POLICIES: dict[str, Policy] = {
     "least-loaded": least_loaded,
     "prefix": by_cache,
+    "kv": by_cache,
     "round-robin": round_robin,
     "direct": direct,
 }

@@ -100,6 +100,24 @@ class Served:
         entries = None if worker is None else self._entries_of(worker)
         return None if entries is None else tuple(entries)
 
+    def adapter(self, worker: Worker, model: str) -> str | None:
+        """Of a model at a worker: the adapter that it is; empty: it is the worker's own; None: that is not known."""
+        known = self.by_name.get(worker.name)
+        if known is None or not known.entries:
+            return None
+        if not model:
+            return ""  # whoever names none means the worker's own
+        entry = known.entries.get(model)
+        if entry is None:
+            return None
+        try:
+            parent = _read_parent(entry).parent
+        except msgspec.DecodeError:
+            return None
+        if parent is msgspec.UNSET:  # it does not say: the only one is its own
+            return "" if len(known.entries) == 1 else None
+        return "" if parent is None else model
+
     def refused(self) -> list[Worker]:
         """The workers whose lists are shown to clients' own keys only."""
         return [worker for worker in self._fleet if (known := self.by_name.get(worker.name)) and known.refused]
@@ -181,6 +199,14 @@ class Served:
                     recorded.append(name)
         self.recompute()
         return recorded
+
+
+class _Parent(msgspec.Struct):
+    parent: str | msgspec.UnsetType | None = msgspec.UNSET
+    """Of an adapter, the model that it adapts."""
+
+
+_read_parent = msgspec.json.Decoder(_Parent).decode
 
 
 def entry_of(model: str) -> msgspec.Raw:

@@ -493,6 +493,10 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """It asks for no new sessions."""
     until: float = 0.0
     """When it is draining: when its sessions move, in Unix seconds; 0: not said."""
+    kv_events: str = ""
+    """Where its first rank publishes what becomes of its cache, as tcp://host:port; empty: nowhere."""
+    kv_replay: str = ""
+    """Where it says again what was missed of that."""
 
     def is_another(self, other: WorkerSpec) -> bool:
         """What was known of the other one is not true of it: it is elsewhere, or its cache is lost."""
@@ -510,6 +514,18 @@ def checked_name(name: str) -> str:
     return name
 
 
+def checked_place(url: str) -> str:
+    """Of KV events. Raises WorkerError."""
+    parts = urlsplit(url)
+    try:
+        fits = parts.scheme == "tcp" and parts.hostname and parts.port and not (parts.path or parts.query)
+    except ValueError:
+        fits = False
+    if not fits:
+        raise WorkerError(f"{url!r} is no place of KV events; write it as tcp://host:port")
+    return url
+
+
 def checked_ranks(ranks: int) -> int:
     """Raises WorkerError."""
     if not 1 <= ranks <= 1024:
@@ -521,17 +537,21 @@ def worker_spec(text: str) -> WorkerSpec:
     """Of one `URL[,name=NAME][,dp=N]`. Raises WorkerError."""
     written, *options = text.split(",")
     url = normal_url(written)
-    name, ranks = worker_name(url), 0
+    name, ranks, events, replay = worker_name(url), 0, "", ""
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
         if key == "name" and equals:
             name = checked_name(value)
         elif key == "dp" and equals:
             ranks = checked_ranks(int(value) if value.isascii() and value.isdigit() else 0)
+        elif key == "kv-events" and equals:
+            events = checked_place(value)
+        elif key == "kv-replay" and equals:
+            replay = checked_place(value)
         else:
-            known = "write URL[,name=NAME][,dp=RANKS]"
+            known = "write URL[,name=NAME][,dp=RANKS][,kv-events=tcp://HOST:PORT][,kv-replay=tcp://HOST:PORT]"
             raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
-    return WorkerSpec(name=name, url=url, ranks=ranks)
+    return WorkerSpec(name=name, url=url, ranks=ranks, kv_events=events, kv_replay=replay)
 
 
 def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:

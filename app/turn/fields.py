@@ -14,7 +14,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -73,11 +73,37 @@ class PromptFields(Fields):
 
     @property
     def said(self) -> Mapping[str, msgspec.Raw]:
-        found = {name: getattr(self, name) for name in _OF_PROMPTS}
-        return {name: value for name, value in found.items() if value not in _NOTHING}
+        found = {name: getattr(self, name) for name in self.__struct_fields__[_OTHERS:]}
+        return {
+            name: value for name, value in found.items() if isinstance(value, msgspec.Raw) and value not in _NOTHING
+        }
 
 
-_OF_PROMPTS = tuple(name for name in PromptFields.__struct_fields__ if name not in Fields.__struct_fields__)
+class ExactPromptFields(PromptFields):
+    """Those that say how it is rendered, too."""
+
+    add_generation_prompt: msgspec.Raw = msgspec.Raw()
+    continue_final_message: msgspec.Raw = msgspec.Raw()
+    add_special_tokens: msgspec.Raw = msgspec.Raw()
+    chat_template: msgspec.Raw = msgspec.Raw()
+    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
+    reasoning_effort: msgspec.Raw = msgspec.Raw()
+    documents: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    response_format: msgspec.Raw = msgspec.Raw()
+    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
+    prompt_embeds: msgspec.Raw = msgspec.Raw()
+    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw()
+    structured_outputs: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    include_reasoning: msgspec.Raw = msgspec.Raw()
+    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+
+
+Prompts = Literal["no", "yes", "exactly"]
+"""Whether what tells of the prompt is read of a body, and how it is rendered."""
+_FIELDS: dict[Prompts, type[Fields]] = {"no": Fields, "yes": PromptFields, "exactly": ExactPromptFields}
+_OTHERS = len(Fields.__struct_fields__)
 _NOTHING = (msgspec.Raw(), msgspec.Raw(b"null"))
 
 
@@ -97,10 +123,10 @@ class TooLarge(Exception):
 class FieldReader:
     """Reads the fields of bodies, and of these `ids`: paths like `metadata.session_id`, whose values are texts."""
 
-    def __init__(self, ids: Iterable[str] = (), *, prompts: bool = False) -> None:
+    def __init__(self, ids: Iterable[str] = (), *, prompts: Prompts = "no") -> None:
         """`prompts`: what tells of the prompt is wanted."""
         self._ids = tuple(ids)
-        fields = PromptFields if prompts else Fields
+        fields = _FIELDS[prompts]
         self.decode: Callable[[bytes], Fields] = msgspec.json.Decoder(fields).decode
         """Without ids. Raises msgspec.DecodeError or RecursionError, as `decode_with_ids`."""
         self.decode_with_ids: Callable[[bytes], Fields] = msgspec.json.Decoder(_with_ids(self._ids, fields)).decode

@@ -27,7 +27,7 @@ from app.sessions.tenants import (
     Tenants,
     protocols_without_keys,
 )
-from app.turn.fields import FieldReader, Fields, TooLarge, with_model
+from app.turn.fields import FieldReader, Fields, Prompts, TooLarge, with_model
 from app.turn.tracing import TRACEPARENT
 
 DRY_RUN = b"x-coatcheck-dry-run"
@@ -62,7 +62,7 @@ class Reading:
         judges_hints: bool = True,
         aliases: Mapping[str, str] | None = None,
         traced: bool = False,
-        prompts: bool = False,
+        prompts: Prompts = "no",
     ) -> None:
         """Left out: the default sources of ids, no API keys, no trusted proxies, no aliases of models.
 

@@ -7,11 +7,13 @@ import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import new_session
-from tests.support.processes import Processes, Replica, Worker, turns, wait_until
+from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
+from tests.support.tcp import free_ports
 from tests.support.wire import ask, turn
 
 AT_ONCE = 16
@@ -84,26 +86,31 @@ async def test_sessions_of_the_other_replica_count(fleet: Fleet) -> None:
 PROMPTS, TIMES = 10, 8
 
 
+def prompt_of(system: str, number: int, question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": f"{system} {number} " * 400}, {"role": "user", "content": question}]
+
+
 async def cached_share(workers: list[Worker], replicas: list[Replica], system: str) -> float:
     """What the workers find in their caches of the prompts of `PROMPTS` applications, each of which asks `TIMES` times,
     at these replicas by turns."""
     room = asyncio.Semaphore(4)
 
     async def one(number: int, again: int) -> None:
-        messages = [
-            {"role": "system", "content": f"{system} {number} " * 400},
-            {"role": "user", "content": f"question {again}"},
-        ]
+        messages = prompt_of(system, number, f"question {again}")
         body = json.dumps({"model": "mock-model", "messages": messages, "max_tokens": 2}).encode()
         async with room:
             headers = (("content-type", "application/json"), ("x-dynamo-session-id", new_session()))
             replica = replicas[(number + again) % len(replicas)]
             assert (await ask(replica.url, "POST", "/v1/chat/completions", headers=headers, body=body)).status == 200
 
-    before = [len(await turns(worker)) for worker in workers]
+    async def chats() -> list[list[dict[str, Any]]]:
+        told = [await turns(worker) for worker in workers]
+        return [[each for each in those if each["path"] == "/v1/chat/completions"] for those in told]
+
+    before = await chats()
     for again in range(TIMES):
         await asyncio.gather(*(one(number, again) for number in range(PROMPTS)))
-    served = [turn for worker, known in zip(workers, before, strict=True) for turn in (await turns(worker))[known:]]
+    served = [turn for now, known in zip(await chats(), before, strict=True) for turn in now[len(known) :]]
     assert len(served) == PROMPTS * TIMES
     cached, asked = (sum(int(turn[kind]) for turn in served) for kind in ("cached_tokens", "prompt_tokens"))
     return cached / asked
@@ -124,3 +131,38 @@ async def test_what_has_a_cached_beginning_goes_there_at_every_replica(
     }
     assert shares["prefix"] > 0.75, shares
     assert shares["prefix"] > shares["least-loaded"] + 0.15, shares
+
+
+async def test_what_workers_tell_of_their_caches_is_what_they_find_in_them(
+    module_processes: Processes, tmp_path: Path
+) -> None:
+    """By their KV events; also at a replica that comes later, which has them replayed before it trusts itself."""
+    ports = free_ports(9)
+    workers, told = [], []
+    for number in range(3):
+        port, events, replay = ports[3 * number : 3 * number + 3]
+        options = ("--kv-events-port", str(events), "--kv-replay-port", str(replay), "--profile", "quick")
+        process = module_processes.start("worker", "mocker", "--port", str(port), "--speed", "20", *options)
+        workers.append(Worker(f"w{number}", process.urls(1)[0], process))
+        places = f"kv-events=tcp://127.0.0.1:{events},kv-replay=tcp://127.0.0.1:{replay}"
+        told.append(f"--worker={workers[-1].url},name=w{number},{places}")
+    settings = [f"--claims=file://{tmp_path}/kv", "--policy", "kv", "--tokenize-timeout", "20", *told]
+    replicas = module_processes.replicas_with(settings, settings)
+
+    async def following(*those: Replica) -> bool:
+        return [(await metrics(each))["coatcheck_kv_workers"] for each in those] == [3.0] * len(those)
+
+    await wait_until(lambda: following(*replicas), 30)
+    assert await cached_share(workers, replicas, "kv") > 0.75
+    counted = [await metrics(replica) for replica in replicas]
+    exact = sum(total(each, "coatcheck_foresights_exact_total", 'outcome="yes"') for each in counted)
+    settled = sum(total(each, "coatcheck_foresights_exact_total") for each in counted)
+    assert settled >= 0.8 * PROMPTS * TIMES
+    assert exact >= 0.9 * settled  # others run at the same time, and are cached meanwhile
+    assert not sum(total(each, "coatcheck_kv_gaps_total") for each in counted)
+    (late,) = module_processes.replicas_with(settings)
+    await wait_until(lambda: following(late), 30)
+    body = json.dumps({"model": "mock-model", "messages": prompt_of("kv", 3, "something else")}).encode()
+    headers = (("content-type", "application/json"), ("x-coatcheck-dry-run", "true"))
+    said = (await ask(late.url, "POST", "/v1/chat/completions", headers, body)).json
+    assert said["placement"]["cached_share"] == said["placement"]["best_share"] > 0.9

@@ -47,7 +47,7 @@ class Foresight:
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"policy": by_cache, "foresight": self, "reading": Reading(prompts=True)}
+        return {"policy": by_cache, "foresight": self, "reading": Reading(prompts="yes")}
 
 
 def answer(tokens: int, cached: int) -> bytes:

@@ -35,7 +35,7 @@ def words(seed: str, size: int) -> str:
 
 def said(**body: Any) -> Mapping[str, Piece]:
     """What is read of a request's body, as the router reads it."""
-    return FieldReader(prompts=True).decode(json.dumps(body).encode()).said
+    return FieldReader(prompts="yes").decode(json.dumps(body).encode()).said
 
 
 def chat(system: str, user: str = "") -> Mapping[str, Piece]:

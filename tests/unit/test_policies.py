@@ -110,7 +110,13 @@ def unevenness(counts: Iterable[int]) -> float:
 
 
 def test_the_settings_names() -> None:
-    named = {"least-loaded": least_loaded, "prefix": by_cache, "round-robin": round_robin, "direct": direct}
+    named = {
+        "least-loaded": least_loaded,
+        "prefix": by_cache,
+        "kv": by_cache,
+        "round-robin": round_robin,
+        "direct": direct,
+    }
     assert named == POLICIES
 
 

@@ -33,6 +33,7 @@ from app.fleet.workers import (
     WorkerError,
     WorkerSpec,
     checked_name,
+    checked_place,
     checked_ranks,
     normal_url,
     worker_name,
@@ -52,6 +53,8 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     dp: int | None = None
     draining: bool = False
     incarnation: str = ""
+    kv_events: str = msgspec.field(default="", name="kv-events")
+    kv_replay: str = msgspec.field(default="", name="kv-replay")
     models: tuple[str, ...] = ()
     labels: dict[str, str] = {}
 
@@ -157,6 +160,8 @@ def _spec(entry: Any) -> WorkerSpec:
         incarnation=table.incarnation,
         models=table.models,
         labels=table.labels,
+        kv_events=checked_place(table.kv_events) if table.kv_events else "",
+        kv_replay=checked_place(table.kv_replay) if table.kv_replay else "",
     )
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from app.fleet.discovery.source import Said, Trouble, View
-from app.fleet.workers import WorkerError, WorkerSpec, checked_name, checked_ranks, normal_url
+from app.fleet.workers import WorkerError, WorkerSpec, checked_name, checked_place, checked_ranks, normal_url
 from backends.base import StoreError
 from backends.registry import Put, Registry, Removed
 
@@ -40,6 +40,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     draining: bool = False
     until: float = 0.0
     """When it is draining: when its sessions move, in Unix seconds."""
+    kv_events: str = ""
+    kv_replay: str = ""
+    """As `WorkerSpec` has them."""
     host: str = ""
     """Whose loopback the URL means, where it means one (`this_host`)."""
     version: int = 1
@@ -57,6 +60,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             incarnation=self.incarnation,
             draining=self.draining,
             until=self.until,
+            kv_events=checked_place(self.kv_events) if self.kv_events else "",
+            kv_replay=checked_place(self.kv_replay) if self.kv_replay else "",
         )
 
 

@@ -1,0 +1,192 @@
+"""KV events, from the wire to shelves: what one rank of a worker says of its blocks.
+
+The format is that of vLLM (`vllm/distributed/kv_events.py`; SGLang has taken it over): a batch is msgpack,
+`[time, [event, ...], rank]`; an event is a map with a `type`, or (before 0.24) an array that begins with it.
+
+What is not understood is not believed: blocks whose tokens do not tell all that distinguishes them (pictures, unknown
+extra keys), whose parent is not known, or which are not in the GPU's memory, are passed over, and so is what follows
+on them. So what is known is always a part of what there is. The one exception would be a removal that was missed, so
+whoever reads the batches has `forget` called when one may be missing (`feeds`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from app.fleet.placement.index import Index, Shelf, links, root, token_bytes
+
+_A_PIECE = 64
+"""Blocks after which whoever applies a batch may pause."""
+_MOST_GROUPS = 64
+_MOST_BLOCK = 1 << 16
+_MOST_HASH = (1 << 64) - 1
+_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+           "extra_keys", "group_idx")  # fmt: skip
+_REMOVED = ("block_hashes", "medium", "group_idx")
+_decode = msgspec.msgpack.Decoder().decode
+
+Event = Mapping[str, Any]
+
+
+class Batch(msgspec.Struct, frozen=True):
+    rank: int | None
+    events: Sequence[Any]
+
+
+def read(payload: bytes) -> Batch:
+    """Raises ValueError."""
+    said = _decode(payload)  # raises a ValueError
+    if not isinstance(said, list) or len(said) < 2 or not isinstance(said[1], list):
+        raise ValueError("no batch of events")
+    rank = said[2] if len(said) > 2 else None
+    if rank is not None and type(rank) is not int:
+        raise ValueError(f"a rank is no {rank!r}")
+    return Batch(rank, said[1])
+
+
+def _event(said: Any) -> tuple[str, Event]:
+    """Its kind, and what it says. Raises ValueError."""
+    if isinstance(said, dict):
+        return str(said.get("type")), said
+    if not isinstance(said, list) or not said:
+        raise ValueError("no event")
+    kind, *fields = said
+    names = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(str(kind), ())
+    return str(kind), dict(zip(names, fields, strict=False))
+
+
+class Holdings:
+    """What is known of one rank's cache: a shelf for each group of it."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self.shelves: dict[int, Shelf] = {}
+        self.opaque = 0
+        """Blocks that were passed over, since they are not told in full."""
+
+    def forget(self) -> list[Shelf]:
+        """Nothing is known any more. Returns the shelves that the index is to be swept of."""
+        dead = list(self.shelves.values())
+        for shelf in dead:
+            shelf.dead = True
+        self.shelves = {}
+        return dead
+
+    def apply(self, batch: Batch, dead: list[Shelf]) -> Iterator[None]:
+        """In pieces. Raises ValueError where it is not understood: then `forget`. `dead` gets shelves that are."""
+        for said in batch.events:
+            kind, event = _event(said)
+            if kind == "AllBlocksCleared":
+                dead += self.forget()
+            elif kind not in ("BlockStored", "BlockRemoved"):
+                raise ValueError(f"the event {kind[:40]!r} is not known")
+            elif _is_elsewhere(event.get("medium")):
+                continue
+            else:
+                yield from self._stored(event) if kind == "BlockStored" else self._removed(event)
+            yield
+
+    def _removed(self, event: Event) -> Iterator[None]:
+        shelf = self.shelves.get(_group(event))
+        if shelf is None:
+            return
+        for number, theirs in enumerate(_hashes(event), 1):
+            ours = shelf.take(theirs)
+            if ours is not None:
+                self._index.take(ours, shelf)
+            if not number % _A_PIECE:
+                yield
+
+    def _stored(self, event: Event) -> Iterator[None]:
+        hashes, size, group = _hashes(event), event.get("block_size"), _group(event)
+        if type(size) is not int or not 0 < size <= _MOST_BLOCK:
+            raise ValueError(f"a block has no {size!r} tokens")
+        tokens = event.get("token_ids")
+        if not isinstance(tokens, list) or len(tokens) != size * len(hashes):
+            raise ValueError("not as many tokens as the blocks have")
+        shelf = self.shelves.get(group)
+        if shelf is None:
+            shelf = self.shelves[group] = Shelf(size)
+        elif shelf.block_size != size:
+            raise ValueError(f"blocks of {size} tokens among those of {shelf.block_size}")
+        adapter = event.get("lora_name")
+        keys = event.get("extra_keys")
+        parent = event.get("parent_block_hash")
+        if (
+            (adapter is None) != (event.get("lora_id") is None)
+            or not isinstance(keys, list)
+            or len(keys) != len(hashes)
+        ):
+            # Which adapter, or which salt or pictures, is not said.
+            yield from self._passed_over(shelf, hashes)
+            return
+        before = None if parent is None else shelf.find(_hash(parent))
+        if parent is not None and before is None:
+            yield from self._passed_over(shelf, hashes)
+            return
+        for number, theirs in enumerate(hashes):
+            salt = _salt(keys[number], adapter)
+            if salt is None or (salt and (number or parent is not None)):
+                yield from self._passed_over(shelf, hashes[number:])
+                return
+            if before is None:
+                before = root(size, adapter or "", salt)
+            (before,) = links(before, token_bytes(tokens[number * size : (number + 1) * size]), size)
+            other = shelf.put(theirs, before)
+            if other is not None:
+                self._index.take(other, shelf)
+            self._index.put(before, shelf)
+            if number % _A_PIECE == _A_PIECE - 1:
+                yield
+
+    def _passed_over(self, shelf: Shelf, hashes: Sequence[int]) -> Iterator[None]:
+        """What was known under these names is not true any more."""
+        self.opaque += len(hashes)
+        for number, theirs in enumerate(hashes, 1):
+            ours = shelf.take(theirs)
+            if ours is not None:
+                self._index.take(ours, shelf)
+            if not number % _A_PIECE:
+                yield
+
+
+def _is_elsewhere(medium: Any) -> bool:
+    """Not in the memory from which the engine computes."""
+    return medium is not None and str(medium).upper() != "GPU"
+
+
+def _group(event: Event) -> int:
+    group = event.get("group_idx") or 0
+    if type(group) is not int or not 0 <= group < _MOST_GROUPS:
+        raise ValueError(f"a group of the cache is no {group!r}")
+    return group
+
+
+def _hashes(event: Event) -> list[int]:
+    hashes = event.get("block_hashes")
+    if isinstance(hashes, list):
+        return [_hash(each) for each in hashes]
+    raise ValueError("no hashes of blocks")
+
+
+def _hash(said: Any) -> int:
+    if type(said) is int:
+        return said & _MOST_HASH
+    if isinstance(said, bytes) and len(said) >= 8:
+        return int.from_bytes(said[-8:], "little")
+    raise ValueError(f"no hash of a block: {said!r:.40}")
+
+
+def _salt(keys: Any, adapter: str | None) -> str | None:
+    """What the extra keys of a block say beside its adapter: a salt, or nothing; None: something else."""
+    left = list(keys) if isinstance(keys, list | tuple) else [] if keys is None else [keys]
+    if adapter is not None:
+        if adapter not in left:
+            return None
+        left.remove(adapter)
+    if not left:
+        return ""
+    return left[0] if len(left) == 1 and isinstance(left[0], str) else None

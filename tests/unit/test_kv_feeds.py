@@ -1,0 +1,385 @@
+"""Following KV events over real sockets: what is believed when events are missed, come late, or begin anew."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from app.fleet.placement.feeds import Feed, Feeds, _places
+from app.fleet.placement.index import Index, links, root, token_bytes
+from app.fleet.workers import Fleet, Target, WorkerError, WorkerSpec, make_worker, worker_spec
+from app.metrics import Metrics
+from tests.unit.test_kv import SIZE, Engine
+
+ONE, TWO = list(range(100, 120)), list(range(200, 220))
+PATIENCE = 30.0
+
+
+class Publisher:
+    """An engine's publisher that says exactly what it is told to. `replays`: also what was missed, of the batches that
+    are `kept`."""
+
+    def __init__(self, *, replays: bool = True) -> None:
+        self.context = zmq.Context()
+        self.kept: list[tuple[int, bytes]] = []
+        self.number = 0
+        self.asked: list[int] = []
+        self.mute = False
+        self.replays = replays
+        self._loop = asyncio.get_running_loop()
+        self.events = self.replay = ""
+        self._bind()
+
+    def _bind(self) -> None:
+        self._publish = self.context.socket(zmq.XPUB)
+        self._publish.bind(self.events or "tcp://127.0.0.1:*")
+        self.events = _address(self._publish)
+        self._router = self.context.socket(zmq.ROUTER)
+        self._router.bind(self.replay or "tcp://127.0.0.1:*")
+        self.replay = _address(self._router)
+        self._loop.add_reader(self._router.fileno(), self.answer)
+
+    def answer(self) -> None:
+        while self._router.poll(0):
+            client, _, first = self._router.recv_multipart(zmq.NOBLOCK)
+            self.asked.append(int.from_bytes(first, "big"))
+            if not self.mute:
+                for number, payload in self.kept:
+                    if number >= self.asked[-1]:
+                        self._router.send_multipart((client, b"", b"", number.to_bytes(8, "big"), payload))
+                self._router.send_multipart((client, b"", b"", b"\xff" * 8, b""))
+
+    def tell(self, *events: Any, lost: bool = False, payload: bytes = b"", rank: int = 0) -> None:
+        """A batch; `lost`: to the subscriber, not to who asks for it."""
+        batch = payload or msgspec.msgpack.encode([float(len(self.kept)), events, rank])
+        self.kept.append((self.number, batch))
+        if not lost:
+            self._publish.send_multipart((b"kv", self.number.to_bytes(8, "big"), batch))
+        self.number += 1
+
+    def stop(self) -> None:
+        self._loop.remove_reader(self._router.fileno())
+        self._publish.close(linger=0)
+        self._router.close(linger=0)
+
+    async def restart(self, number: int = 0) -> None:
+        """As another process at the same place, which is free a moment after it was left."""
+        self.close()
+        self.context = zmq.Context()
+        self.kept, self.number = [], number
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                with contextlib.suppress(zmq.ZMQError):
+                    self._bind()
+                    return
+                await asyncio.sleep(0.01)
+
+    def close(self) -> None:
+        self.stop()
+        self.context.destroy(linger=0)
+
+
+def _address(socket: zmq.Socket[bytes]) -> str:
+    address = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(address, bytes)
+    return address.rstrip(b"\0").decode()
+
+
+class Follower:
+    """One router's feeds, of one worker."""
+
+    def __init__(self, publisher: Publisher, *, replays: bool = True) -> None:
+        self.clock = 1000.0
+        self.metrics, self.index = Metrics(), Index()
+        self.engine = Engine(Index())
+        worker = make_worker("http://h:1", name="w", connect_limit=1, idle_limit=1)
+        worker.spec = WorkerSpec(
+            name="w", url="http://h:1", kv_events=publisher.events, kv_replay=publisher.replay if replays else ""
+        )
+        self.fleet = Fleet([worker])
+        self.target: Target = worker.targets[0]
+        self.feeds = Feeds(
+            self.fleet, self.index, self.metrics, loop=asyncio.get_running_loop(), clock=lambda: self.clock
+        )
+
+    @property
+    def feed(self) -> Feed:
+        return self.feeds.by_target[self.target]
+
+    def overlap(self, tokens: Sequence[int]) -> int | None:
+        """None: nothing is believed."""
+        feed = self.feeds.trusted(self.target)
+        if feed is None:
+            return None
+        chain = links(root(SIZE, "", ""), token_bytes(tokens), SIZE)
+        found = self.index.find(chain)
+        return SIZE * min((found.get(shelf, 0) for shelf in feed.holdings.shelves.values()), default=0)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def has(self, tokens: Sequence[int], overlap: int | None) -> None:
+        async with asyncio.timeout(PATIENCE):
+            while self.overlap(tokens) != overlap:
+                await asyncio.sleep(0.005)
+
+    def gaps(self, reason: str) -> int:
+        return self.metrics.kv_gaps.cells[reason,]
+
+    def replays(self, outcome: str) -> int:
+        return self.metrics.kv_replays.cells[outcome,]
+
+
+@contextlib.asynccontextmanager
+async def following(publisher: Publisher, *, replays: bool = True) -> AsyncIterator[Follower]:
+    follower = Follower(publisher, replays=replays)
+    try:
+        yield follower
+    finally:
+        follower.feeds.close()
+
+
+@pytest.fixture
+async def publisher() -> AsyncIterator[Publisher]:
+    made = Publisher()
+    yield made
+    made.close()
+
+
+async def test_who_begins_asks_for_what_was_said_before_it_trusts_itself(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    publisher.tell(engine.stored(ONE))
+    publisher.tell(engine.removed(ONE[:20]))
+    publisher.mute = True
+    async with following(publisher) as follower:
+        await follower.until(lambda: publisher.asked == [0])
+        assert follower.overlap(ONE) is None
+        publisher.mute = False
+        follower.feed._ask_replay(None)
+        await follower.has(ONE, 16)
+        publisher.tell(engine.stored(ONE, 4))
+        await follower.has(ONE, 20)
+        publisher.tell({"type": "AllBlocksCleared"})
+        await follower.has(ONE, 0)
+        assert follower.gaps("gap") == follower.gaps("restart") == 0
+
+
+async def test_without_replays_it_knows_what_it_has_heard(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    publisher.tell(engine.stored(ONE[:8]))
+    async with following(publisher, replays=False) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE, 2))
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        assert follower.overlap(ONE) == 0
+
+
+async def test_a_gap_is_filled_by_a_replay_with_what_was_removed_meanwhile(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.tell(engine.removed(ONE[:4]), lost=True)
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        assert follower.overlap(ONE) == 0
+        assert publisher.asked == [0, 0]  # the last that was read comes first
+        publisher.tell(engine.removed(TWO[:8]))
+        await follower.has(TWO, 4)
+        assert (follower.gaps("gap"), follower.replays("ok")) == (1, 2)
+
+
+async def test_nothing_is_believed_while_something_is_missing(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.mute = True
+        publisher.tell(engine.removed(ONE[:4]), lost=True)
+        publisher.tell(engine.stored(TWO))
+        await follower.has(ONE, None)
+        publisher.tell(engine.removed(TWO[:4]))  # waits meanwhile
+        follower.clock += 60
+        await follower.until(lambda: follower.replays("failed") == 1)
+        await follower.has(TWO, 0)
+        assert follower.overlap(ONE) == 0
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+
+
+async def test_a_gap_without_replays_is_the_end_of_all_that_was_known(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher, replays=False) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.tell(lost=True)
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        assert follower.overlap(ONE) == 0
+        assert follower.gaps("gap") == 1
+
+
+async def test_what_is_kept_no_more_is_not_known(publisher: Publisher) -> None:
+    """The publisher keeps the last batches only: those that are missed came before."""
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.tell(engine.removed(ONE[:4]), lost=True)
+        publisher.kept.clear()
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        assert follower.overlap(ONE) == 0
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 50])
+async def test_another_process_at_its_place_has_nothing_of_it(publisher: Publisher, number: int) -> None:
+    """Whatever number it is at: lower, the one that is expected, or higher."""
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        await publisher.restart(number)
+        publisher.tell(engine.stored(TWO[:8]))
+        await follower.has(TWO, 8)
+        assert follower.overlap(ONE) == 0
+        publisher.tell(engine.stored(ONE[:12]))
+        await follower.has(ONE, 12)
+
+
+@pytest.mark.parametrize("replays", [True, False])
+async def test_numbers_that_begin_anew_on_the_same_connection_are_another_engines(
+    publisher: Publisher, replays: bool
+) -> None:
+    engine = Engine(Index())
+    async with following(publisher, replays=replays) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        publisher.kept, publisher.number = [], 0
+        publisher.tell(engine.stored(TWO[:8]))
+        await follower.has(TWO, 8)
+        assert follower.overlap(ONE) == 0
+        assert follower.gaps("restart") == 1
+
+
+async def test_a_gap_that_hides_another_engine(publisher: Publisher) -> None:
+    """Its numbers are higher than those that were read, and go on as if nothing had been."""
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.kept, publisher.number = [], 0
+        publisher.tell(engine.stored(TWO), lost=True)
+        publisher.tell(engine.removed(TWO[:20]), lost=True)
+        publisher.tell(engine.stored(TWO, 4))
+        await follower.has(TWO, 20)
+        assert follower.overlap(ONE) == 0
+        assert follower.gaps("restart") == 1
+
+
+async def test_a_replay_that_comes_late_changes_nothing(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    publisher.tell(engine.stored(ONE))
+    publisher._loop.remove_reader(publisher._router.fileno())  # it is busy
+    async with following(publisher) as follower:
+        await follower.until(lambda: follower.feed._replay is not None)
+        follower.clock += 60
+        await follower.until(lambda: follower.replays("failed") == 1)
+        publisher.tell(engine.removed(ONE[:20]))
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        publisher.answer()
+        publisher.tell(engine.removed(TWO[:20]))
+        await follower.has(TWO, 16)
+        assert follower.overlap(ONE) == 0
+
+
+async def test_a_batch_that_is_not_understood_ends_what_was_known(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.tell({"type": "BlocksMoved"})
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
+        publisher.tell(payload=b"\xc1")
+        await follower.has(TWO, 0)
+        assert follower.gaps("malformed") == 2
+
+
+async def test_a_worker_that_was_down_is_asked_anew(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        follower.target.worker.health.unreachable("refused", refused=True)
+        assert follower.overlap(ONE) is None
+        await follower.has(ONE, 20)  # it was only the network
+        assert follower.gaps("down") == 1
+
+
+async def test_who_is_gone_is_not_followed_and_leaves_nothing(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        follower.fleet.remove("w")
+        follower.feeds.follow()
+        assert not follower.feeds.by_target
+        await follower.until(lambda: len(follower.index) == 0)
+
+
+async def test_the_loop_goes_round_while_a_long_batch_is_applied(publisher: Publisher) -> None:
+    """By a clock that stands at the end of each round's time, a piece of work is done in each."""
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        rounds = 0
+        real = follower.feeds.clock
+
+        def ticking() -> float:
+            follower.clock += 0.001
+            return real()
+
+        follower.feeds.clock = ticking
+        blocks = 64 * 100
+        publisher.tell(engine.stored(range(SIZE * blocks)))
+        while len(follower.index) < blocks:
+            await asyncio.sleep(0)
+            rounds += 1
+        assert rounds >= 50
+
+
+def test_where_ranks_publish() -> None:
+    spec = worker_spec("http://a:1,dp=2,kv-events=tcp://a:5557,kv-replay=tcp://a:6557")
+    worker = make_worker(spec.url, ranks=2, connect_limit=1, idle_limit=1)
+    worker.spec = spec
+    assert [(places.events, places.replay) for _, places in _places(worker)] == [
+        ("tcp://a:5557", "tcp://a:6557"),
+        ("tcp://a:5558", "tcp://a:6558"),
+    ]
+    for wrong in ("a:5557", "tcp://a", "http://a:1", "tcp://a:1/x", "tcp://a:x"):
+        with pytest.raises(WorkerError, match="tcp://host:port"):
+            worker_spec(f"http://a:1,kv-events={wrong}")

@@ -92,7 +92,8 @@ class EtcdServer:
         self.name = name
         self.client_port = self.peer_port = self.metrics_port = 0
         self.initial_cluster: str | None = None
-        self.timing: Sequence[str] = ("--heartbeat-interval=20", "--election-timeout=200")
+        # Rare enough to cost little while a server stands idle beside tests, and leases of a second are still granted.
+        self.timing: Sequence[str] = ("--heartbeat-interval=100", "--election-timeout=500")
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
         self.pick_ports()

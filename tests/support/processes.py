@@ -33,6 +33,8 @@ START_LIMIT = 60.0
 """Seconds; generous, because a busy machine starts many at once."""
 STOP_LIMIT = 60.0
 """Seconds from SIGTERM, which ends every process of ours, to SIGKILL."""
+LONGEST_PAUSE = 0.1
+"""Seconds between two looks at what does not come about at once."""
 _LISTENING = "0A"
 _URL = re.compile(r"(?:coatcheck \S+|serves .*?|admin API) at (https?://\S+?)(?:,|\s)")
 """What it says when it listens; a router may name its workers' URLs before."""
@@ -252,8 +254,11 @@ async def wait_until(predicate: Callable[[], Awaitable[T]], limit: float) -> T: 
 @overload
 async def wait_until(predicate: Callable[[], T], limit: float) -> T: ...
 async def wait_until(predicate: Callable[[], T | Awaitable[T]], limit: float) -> T:
-    """Ask until the answer is true, at most `limit` seconds; answers that answer. Raises AssertionError."""
+    """Ask until the answer is true, at most `limit` seconds; answers that answer. Raises AssertionError.
+
+    What is asked is most often a process, which has its own work to do meanwhile: the longer it takes, the rarer."""
     give_up_at = time.monotonic() + limit
+    pause = 0.01
     while True:
         answer = predicate()
         if inspect.isawaitable(answer):
@@ -261,7 +266,8 @@ async def wait_until(predicate: Callable[[], T | Awaitable[T]], limit: float) ->
         if answer:
             return answer
         assert time.monotonic() < give_up_at, f"still {answer!r} after {limit} s"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(pause)
+        pause = min(1.3 * pause, LONGEST_PAUSE)
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,22 +50,34 @@ STORE_METHODS = {"create_or_get", "renew", "subscribe", "stamp", "check"}
 """Of ClaimStore; `get`, `close` and `aclose` are other things' words as well."""
 
 
-def modules() -> dict[str, ast.Module]:
+def modules() -> dict[str, Path]:
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
 
 
 MODULES = modules()
 
 
-def imported(name: str) -> set[str]:
+@cache
+def nodes(name: str) -> list[ast.AST]:
+    """All of a module's, itself first. Read by the first test that asks: whoever only collects tests asks nothing."""
+    return list(ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"), str(MODULES[name]))))
+
+
+def body(name: str) -> list[ast.stmt]:
+    module = nodes(name)[0]
+    assert isinstance(module, ast.Module)
+    return module.body
+
+
+@cache
+def imported(name: str) -> frozenset[str]:
     """Our modules that a module imports, wherever in it."""
     ours: set[str] = set()
-    for node in ast.walk(MODULES[name]):
+    for node in nodes(name):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -74,7 +87,7 @@ def imported(name: str) -> set[str]:
         else:
             continue
         ours |= {each for each in names if each.split(".")[0] in PACKAGES}
-    return ours
+    return frozenset(ours)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -131,9 +144,9 @@ def test_no_circle() -> None:
 def test_only_main_opens_stores() -> None:
     calling = {
         name
-        for name, module in MODULES.items()
+        for name in MODULES
         if name.split(".")[0] != "backends"
-        for node in ast.walk(module)
+        for node in nodes(name)
         if isinstance(node, ast.Name | ast.Attribute)
         and "open_store" in (getattr(node, "id", ""), getattr(node, "attr", ""))
     }
@@ -143,9 +156,9 @@ def test_only_main_opens_stores() -> None:
 def test_only_sessions_call_a_stores_methods() -> None:
     calling = {
         (name, node.func.attr)
-        for name, module in MODULES.items()
+        for name in MODULES
         if name.split(".")[0] == "app" and name not in STARTERS
-        for node in ast.walk(module)
+        for node in nodes(name)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STORE_METHODS
     }
     assert {house(name) for name, _ in calling} == {"app.sessions"}
@@ -180,7 +193,7 @@ def test_nothing_happens_at_import(name: str) -> None:
         ast.Assign,
         ast.AnnAssign,
     )
-    for node in MODULES[name].body:
+    for node in body(name):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
         if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
@@ -206,7 +219,11 @@ def defined(node: ast.AST) -> set[str]:
     return set()
 
 
-OURS = {each for module in MODULES.values() for node in ast.walk(module) for each in defined(node)}
+@cache
+def names_of_ours() -> frozenset[str]:
+    return frozenset(each for name in MODULES for node in nodes(name) for each in defined(node))
+
+
 DOCUMENTED = {"_replace", "_asdict", "_fields"}
 """Of named tuples: the underscore keeps them apart from the fields."""
 
@@ -216,16 +233,16 @@ def test_no_private_name_of_a_dependency_is_used(name: str) -> None:
     """Nothing of them is promised. What is private is looked up, but on modules, only under names that are ours."""
     foreign: set[str] = set()
     modules: set[str] = set()
-    for node in ast.walk(MODULES[name]):
+    for node in nodes(name):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in PACKAGES:
             foreign |= {alias.name for alias in node.names if private(alias.name)}
             foreign |= {node.module or "" for part in (node.module or "").split(".") if private(part)} - {"__future__"}
         elif isinstance(node, ast.Import):
             modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-    for node in ast.walk(MODULES[name]):
+    for node in nodes(name):
         if isinstance(node, ast.Attribute) and private(node.attr):
             is_module = isinstance(node.value, ast.Name) and node.value.id in modules
-            if is_module or node.attr not in OURS | DOCUMENTED:
+            if is_module or node.attr not in names_of_ours() | DOCUMENTED:
                 foreign.add(ast.unparse(node))
     assert not foreign
 
@@ -233,14 +250,14 @@ def test_no_private_name_of_a_dependency_is_used(name: str) -> None:
 def test_only_uvicorns_server_is_inherited_from() -> None:
     """And nothing of it is overridden that begins with an underscore."""
     inheriting = {}
-    for name, module in MODULES.items():
+    for name in MODULES:
         uvicorns = {
             alias.asname or alias.name
-            for node in ast.walk(module)
+            for node in nodes(name)
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("uvicorn", "httptools")
             for alias in node.names
         }
-        for node in ast.walk(module):
+        for node in nodes(name):
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(base) for base in node.bases]
                 if any(base in uvicorns or base.split(".")[0] in ("uvicorn", "httptools") for base in bases):

@@ -22,6 +22,9 @@ check-rules:
 # Much of a test's time is waiting, hence more processes than a small machine has cores; `make test JOBS=1` for one
 JOBS ?= 4
 
+# Each process would compile the tests anew where Python is told to keep nothing of that
+test fuzz: export PYTHONDONTWRITEBYTECODE =
+
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +24,13 @@ def quick_path() -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="coatcheck-", dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)
+
+
+def pytest_collection_finish() -> None:
+    """What stands now stands until the end: thousands of tests and all that is imported. A full collection that walks
+    through it takes longer than most tests, and a test that runs one pays for that."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

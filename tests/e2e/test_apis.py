@@ -7,13 +7,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 
 from tests.e2e.conftest import MAX_BODY_BYTES, Standing
+from tests.support.late import anthropic, openai
 from tests.support.processes import Replica, metrics, order_fault, total, turns, wait_until
 from tests.support.wire import ask, chat_request
 
@@ -29,21 +26,21 @@ def replica(standing: Standing) -> Replica:
 
 
 @pytest.fixture
-def openais(replica: Replica) -> Iterator[OpenAI]:
+def openais(replica: Replica) -> Iterator[openai.OpenAI]:
     http_client = openai.DefaultHttpxClient(trust_env=False, verify=False)
-    with OpenAI(api_key="any", base_url=f"{replica.url}/v1", http_client=http_client, max_retries=0) as client:
+    with openai.OpenAI(api_key="any", base_url=f"{replica.url}/v1", http_client=http_client, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def anthropics(replica: Replica) -> Iterator[Anthropic]:
+def anthropics(replica: Replica) -> Iterator[anthropic.Anthropic]:
     http_client = anthropic.DefaultHttpxClient(trust_env=False, verify=False)
-    with Anthropic(api_key="any", base_url=replica.url, http_client=http_client, max_retries=0) as client:
+    with anthropic.Anthropic(api_key="any", base_url=replica.url, http_client=http_client, max_retries=0) as client:
         yield client
 
 
 @pytest.fixture(params=["chat", "messages", "responses"])
-def streams(request: pytest.FixtureRequest, openais: OpenAI, anthropics: Anthropic) -> Streams:
+def streams(request: pytest.FixtureRequest, openais: openai.OpenAI, anthropics: anthropic.Anthropic) -> Streams:
     """One streamed turn of each API, as its own client gives it."""
     api: str = request.param
 
@@ -142,7 +139,7 @@ async def test_a_stream_that_breaks_within_an_event_is_a_broken_connection(
         list(streams(at(mine.name)))
 
 
-def test_errors_at_messages_are_the_client_s_own(anthropics: Anthropic) -> None:
+def test_errors_at_messages_are_the_client_s_own(anthropics: anthropic.Anthropic) -> None:
     def refused(text: str, **headers: str) -> anthropic.APIStatusError:
         with pytest.raises(anthropic.APIStatusError) as caught:
             anthropics.messages.create(

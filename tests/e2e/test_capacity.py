@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import openai
 import pytest
-from openai import OpenAI
 
 from app.sessions.tenants import new_key
 from tests.e2e.conftest import new_session
+from tests.support.late import openai
 from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.wire import Cut, ask, turn
 
@@ -39,9 +38,9 @@ class Fleet:
     async def records(self) -> list[dict[str, Any]]:
         return [record for worker in self.workers for record in await turns(worker)]
 
-    def client(self, tenant: str, **options: Any) -> OpenAI:
+    def client(self, tenant: str, **options: Any) -> openai.OpenAI:
         http = openai.DefaultHttpxClient(trust_env=False, verify=False)
-        return OpenAI(api_key=self.keys[tenant], base_url=f"{self.replica.url}/v1", http_client=http, **options)
+        return openai.OpenAI(api_key=self.keys[tenant], base_url=f"{self.replica.url}/v1", http_client=http, **options)
 
 
 def started(processes: Processes, *options: str) -> Fleet:

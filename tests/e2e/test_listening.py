@@ -18,12 +18,11 @@ from pathlib import Path
 
 import httpx
 import httpx2
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from tests.e2e.conftest import new_session
 from tests.e2e.test_openai import MODEL, SAY_HELLO
+from tests.support.late import openai
 from tests.support.processes import Process, Processes, turns, wait_until
 from tests.support.tls import Contexts, TlsClient, contexts
 
@@ -61,9 +60,9 @@ async def certificate(process: Process, url: str, made: Contexts) -> bytes | Non
     return client.certificate
 
 
-def client_of(url: str, made: Contexts) -> AsyncOpenAI:
+def client_of(url: str, made: Contexts) -> openai.AsyncOpenAI:
     trusting = openai.DefaultAsyncHttpxClient(trust_env=False, verify=made.client)
-    return AsyncOpenAI(api_key="any", base_url=f"{url}/v1", http_client=trusting, max_retries=0)
+    return openai.AsyncOpenAI(api_key="any", base_url=f"{url}/v1", http_client=trusting, max_retries=0)
 
 
 async def test_the_certificate_is_renewed_while_a_stream_runs_and_a_broken_one_is_not_taken(
@@ -161,7 +160,7 @@ async def test_clients_come_in_at_a_unix_socket(processes: Processes, path: Path
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     await wait_until(lambda: "nobody may use the admin API" in process.output(), LIMIT)
     transport = httpx2.AsyncHTTPTransport(uds=str(path))
-    async with AsyncOpenAI(
+    async with openai.AsyncOpenAI(
         api_key="any", base_url="http://router/v1", http_client=openai.DefaultAsyncHttpxClient(transport=transport)
     ) as client:
         session = new_session()

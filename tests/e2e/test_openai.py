@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
 
-import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
-from openai.types.chat import ChatCompletionMessageParam
 
 from tests.e2e.conftest import MAX_BODY_BYTES, Standing, new_session
+from tests.support.late import openai
 from tests.support.processes import Processes, Replica, Worker, order_fault, turns
 from tests.support.wire import Wire, ask, chat_request, turn
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam
 
 MODEL = "mock-model"
 SAY_HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hello."}]
@@ -25,14 +27,14 @@ def replica(request: pytest.FixtureRequest, standing: Standing) -> Replica:
 
 
 @pytest.fixture
-def client(replica: Replica) -> Iterator[OpenAI]:
+def client(replica: Replica) -> Iterator[openai.OpenAI]:
     with sync_client(replica.url) as client:
         yield client
 
 
 @pytest.fixture
-async def aclient(replica: Replica) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
+async def aclient(replica: Replica) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
         api_key="any",
         base_url=f"{replica.url}/v1",
         http_client=openai.DefaultAsyncHttpxClient(trust_env=False, verify=False),
@@ -40,8 +42,8 @@ async def aclient(replica: Replica) -> AsyncIterator[AsyncOpenAI]:
         yield client
 
 
-def sync_client(url: str, **options: object) -> OpenAI:
-    return OpenAI(
+def sync_client(url: str, **options: object) -> openai.OpenAI:
+    return openai.OpenAI(
         api_key="any",
         base_url=f"{url}/v1",
         http_client=openai.DefaultHttpxClient(trust_env=False, verify=False),
@@ -57,7 +59,7 @@ async def served(standing: Standing, session: str) -> list[str]:
 # --- what works ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_chat_is_answered(aclient: AsyncOpenAI) -> None:
+async def test_a_chat_is_answered(aclient: openai.AsyncOpenAI) -> None:
     answer = await aclient.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=7)
     assert len((answer.choices[0].message.content or "").split()) == 7
     assert answer.choices[0].finish_reason == "length"
@@ -65,12 +67,12 @@ async def test_a_chat_is_answered(aclient: AsyncOpenAI) -> None:
     assert answer.usage.completion_tokens == 7
 
 
-def test_a_chat_is_answered_to_the_synchronous_client(client: OpenAI) -> None:
+def test_a_chat_is_answered_to_the_synchronous_client(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=7)
     assert len((answer.choices[0].message.content or "").split()) == 7
 
 
-async def test_a_streamed_chat_says_the_same_as_a_whole_one(aclient: AsyncOpenAI) -> None:
+async def test_a_streamed_chat_says_the_same_as_a_whole_one(aclient: openai.AsyncOpenAI) -> None:
     whole = await aclient.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=9)
     stream = await aclient.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=9, stream=True)
     chunks = [chunk async for chunk in stream]
@@ -80,14 +82,14 @@ async def test_a_streamed_chat_says_the_same_as_a_whole_one(aclient: AsyncOpenAI
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_a_streamed_chat_reaches_the_synchronous_client(client: OpenAI) -> None:
+def test_a_streamed_chat_reaches_the_synchronous_client(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=9)
     stream = client.chat.completions.create(model=MODEL, messages=SAY_HELLO, max_tokens=9, stream=True)
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert "".join(pieces) == whole.choices[0].message.content
 
 
-async def test_a_stream_tells_its_usage_when_it_is_asked_to(aclient: AsyncOpenAI) -> None:
+async def test_a_stream_tells_its_usage_when_it_is_asked_to(aclient: openai.AsyncOpenAI) -> None:
     stream = await aclient.chat.completions.create(
         model=MODEL, messages=SAY_HELLO, max_tokens=5, stream=True, stream_options={"include_usage": True}
     )
@@ -99,14 +101,14 @@ async def test_a_stream_tells_its_usage_when_it_is_asked_to(aclient: AsyncOpenAI
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_legacy_completions(aclient: AsyncOpenAI) -> None:
+async def test_legacy_completions(aclient: openai.AsyncOpenAI) -> None:
     whole = await aclient.completions.create(model=MODEL, prompt="Once upon", max_tokens=5)
     stream = await aclient.completions.create(model=MODEL, prompt="Once upon", max_tokens=5, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == whole.choices[0].text
     assert len(whole.choices[0].text.split()) == 5
 
 
-async def test_embeddings(aclient: AsyncOpenAI) -> None:
+async def test_embeddings(aclient: openai.AsyncOpenAI) -> None:
     """The client asks for base64 by itself: bytes that travel unread must still decode to unit vectors."""
     answer = await aclient.embeddings.create(model=MODEL, input=["one", "two"], dimensions=24)
     assert [len(item.embedding) for item in answer.data] == [24, 24]
@@ -114,7 +116,7 @@ async def test_embeddings(aclient: AsyncOpenAI) -> None:
     assert answer.data[0].embedding != answer.data[1].embedding
 
 
-async def test_models_are_listed_and_found(aclient: AsyncOpenAI) -> None:
+async def test_models_are_listed_and_found(aclient: openai.AsyncOpenAI) -> None:
     assert [model.id for model in (await aclient.models.list()).data] == [MODEL]
     assert (await aclient.models.retrieve(MODEL)).owned_by == "mocker"
     with pytest.raises(openai.NotFoundError, match="no-such-model"):
@@ -142,7 +144,7 @@ async def test_a_session_is_named_in_the_client_s_headers(standing: Standing, se
 
 
 async def test_the_answer_says_where_it_came_from_and_the_worker_agrees(
-    standing: Standing, client: OpenAI, session: str
+    standing: Standing, client: openai.OpenAI, session: str
 ) -> None:
     answer = client.chat.completions.with_raw_response.create(
         model=MODEL,
@@ -158,14 +160,14 @@ async def test_the_answer_says_where_it_came_from_and_the_worker_agrees(
 # --- what does not ---------------------------------------------------------------------------------------------------
 
 
-async def test_an_unknown_model_is_not_found(aclient: AsyncOpenAI) -> None:
+async def test_an_unknown_model_is_not_found(aclient: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="The model `gpt-0` does not exist") as caught:
         await aclient.chat.completions.create(model="gpt-0", messages=SAY_HELLO)
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
 
 
-async def test_a_bad_session_id_is_refused(aclient: AsyncOpenAI) -> None:
+async def test_a_bad_session_id_is_refused(aclient: openai.AsyncOpenAI) -> None:
     for bad in ("two words", "x" * 257):
         with pytest.raises(openai.BadRequestError) as caught:
             await aclient.chat.completions.create(
@@ -191,7 +193,7 @@ async def test_a_body_that_is_not_json_is_refused_by_the_worker(replica: Replica
     assert answer.json["error"]["type"] == "invalid_request_error"
 
 
-async def test_a_body_above_the_limit_is_refused(aclient: AsyncOpenAI) -> None:
+async def test_a_body_above_the_limit_is_refused(aclient: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         await aclient.embeddings.create(model=MODEL, input="x" * MAX_BODY_BYTES)
     assert caught.value.status_code == 413
@@ -230,14 +232,16 @@ async def test_wrong_paths_and_methods_are_answered_in_openai_s_shape(
 # --- the client's own retries ----------------------------------------------------------------------------------------
 
 
-async def worker_of(standing: Standing, client: OpenAI, session: str) -> Worker:
+async def worker_of(standing: Standing, client: openai.OpenAI, session: str) -> Worker:
     answer = client.chat.completions.with_raw_response.create(
         model=MODEL, messages=SAY_HELLO, extra_headers={"X-Dynamo-Session-ID": session}
     )
     return standing.worker(answer.headers["x-coatcheck-worker"])
 
 
-async def test_the_client_s_retry_finds_its_session_s_worker(standing: Standing, client: OpenAI, session: str) -> None:
+async def test_the_client_s_retry_finds_its_session_s_worker(
+    standing: Standing, client: openai.OpenAI, session: str
+) -> None:
     worker = await worker_of(standing, client, session)
     await order_fault(worker, mode="status", status=503, times=2, headers={"retry-after-ms": "1"})
     client.chat.completions.create(
@@ -248,7 +252,7 @@ async def test_the_client_s_retry_finds_its_session_s_worker(standing: Standing,
 
 
 async def test_a_worker_s_word_that_retrying_is_useless_reaches_the_client(
-    standing: Standing, client: OpenAI, session: str
+    standing: Standing, client: openai.OpenAI, session: str
 ) -> None:
     worker = await worker_of(standing, client, session)
     await order_fault(worker, mode="status", status=503, times=9, headers={"x-should-retry": "false"})

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import openai
 import pytest
-from openai import AsyncOpenAI
 
 from tests.e2e.conftest import new_session
 from tests.support.http_model import Request
+from tests.support.late import openai
 from tests.support.processes import Processes, Replica, metrics, total, wait_until
 from tests.support.raw import DONE, END, OK, STREAM, Peer, Worker, answers, chunk, still, to_each
 from tests.support.tcp import TcpProxy
@@ -121,8 +120,8 @@ def event(number: int) -> bytes:
     return b"data: " + json.dumps(answer).encode() + b"\n\n"
 
 
-def client(url: str, **options: object) -> AsyncOpenAI:
-    return AsyncOpenAI(
+def client(url: str, **options: object) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(
         api_key="any",
         base_url=f"{url}/v1",
         default_headers={"X-Dynamo-Worker-Instance-ID": "http"},

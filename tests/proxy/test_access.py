@@ -14,6 +14,8 @@ from tests.support.bench import SESSION, Bench, bench
 from tests.support.logs import Noted, noted
 from tests.support.raw import OK, STREAM, Peer, answers, chunk, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 BUSY = b"HTTP/1.1 500 X\r\ncontent-length: 3\r\n\r\nbad"
 
 

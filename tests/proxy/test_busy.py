@@ -13,6 +13,8 @@ from tests.support.bench import SESSION, bench
 from tests.support.http_model import Request
 from tests.support.raw import OK, Peer, Worker, to_each
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 BUSY = b"HTTP/1.1 503 No\r\ncontent-length: 4\r\nretry-after: 7\r\n\r\nbusy"
 SICK = b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n"
 

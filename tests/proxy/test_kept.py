@@ -18,7 +18,7 @@ from mocker.settings import MockSettings
 from tests.support.bench import SESSION, bench
 from tests.support.http_model import Request
 from tests.support.raw import END, STREAM, Peer, Worker, answers, chunk, to_each, until
-from tests.support.room import JSON, Room, Rooms, Turn
+from tests.support.room import JSON, Room, Rooms, Turn, over_one
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 
@@ -177,6 +177,7 @@ async def conversations(client: Client) -> None:
 CALLS = (responses, streamed_responses, background_responses, files, batches, conversations)
 
 
+@over_one
 @pytest.mark.parametrize("calls", CALLS, ids=lambda calls: calls.__name__)
 async def test_what_a_worker_keeps_is_found_at_every_replica(rooms: Rooms, calls: Any) -> None:
     async with clients(rooms) as client:
@@ -201,6 +202,7 @@ async def test_it_is_found_the_moment_that_its_id_is_known(rooms: Rooms) -> None
             await asyncio.gather(*map(one, range(start, start + 10)))
 
 
+@over_one
 async def test_its_id_is_claimed_before_the_client_sees_it(rooms: Rooms) -> None:
     async with clients(rooms, replicas=1) as client:
         store = client.room.stores[0]
@@ -215,6 +217,7 @@ async def test_its_id_is_claimed_before_the_client_sees_it(rooms: Rooms) -> None
             assert (await turn.finish()).status == 200
 
 
+@over_one
 async def test_what_is_not_stored_is_not_claimed(rooms: Rooms) -> None:
     async with clients(rooms) as client:
         await client.respond(store=False)
@@ -237,6 +240,7 @@ async def test_what_is_deleted_is_known_no_more(rooms: Rooms) -> None:
         assert client.kept("followed") == followed
 
 
+@over_one
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_what_is_kept_goes_before_the_session(rooms: Rooms, method: str) -> None:
     async with clients(rooms) as client:
@@ -258,6 +262,7 @@ async def test_what_is_kept_goes_before_the_session(rooms: Rooms, method: str) -
             assert (await client.respond(session=session)).worker == other.worker
 
 
+@over_one
 async def test_a_final_turn_that_follows_an_id_ends_its_session(rooms: Rooms) -> None:
     async with clients(rooms) as client:
         for stream in (False, True):
@@ -269,6 +274,7 @@ async def test_a_final_turn_that_follows_an_id_ends_its_session(rooms: Rooms) ->
             assert (await client.ok("GET", f"/v1/responses/{own}")).worker == made.worker
 
 
+@over_one
 async def test_tenants_never_reach_what_another_one_keeps(rooms: Rooms) -> None:
     file, (mine, theirs) = rooms.keys("a", "b")
     async with clients(rooms, workers=1, api_keys=str(file)) as client:
@@ -293,6 +299,7 @@ async def test_tenants_never_reach_what_another_one_keeps(rooms: Rooms) -> None:
         await until(lambda: all(app.affinity.state.value == "up" for app in client.room.replicas))
 
 
+@over_one
 async def test_it_is_gone_with_its_worker(rooms: Rooms) -> None:
     async with clients(rooms) as client:
         made = await client.respond()
@@ -310,6 +317,7 @@ async def test_it_is_gone_with_its_worker(rooms: Rooms) -> None:
         assert (await client.respond(session="s")).status == 200
 
 
+@over_one
 async def test_while_the_store_is_away_workers_are_asked(rooms: Rooms) -> None:
     async with clients(rooms) as client:
         before = [await client.respond() for _ in range(3)]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.bench import SESSION, bench
 from tests.support.raw import DONE, END, STREAM, Peer, answers, chunk
+
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
 
 USAGE = b'{"usage":{"prompt_tokens":12,"total_tokens":20,"prompt_tokens_details":{"cached_tokens":10}}}'
 JSON = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(USAGE)

@@ -15,6 +15,8 @@ from tests.proxy.test_paths import asked, code, fleet, named, said, says
 from tests.support.http_model import Request
 from tests.support.raw import Live, Peer, get, tells, to_each, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 PROMISED = 2.0
 """Seconds."""
 BUSY = 1.0
@@ -66,7 +68,6 @@ def listed(body: bytes) -> list[str]:
     return [entry["id"] for entry in json.loads(body)["data"]]
 
 
-@pytest.mark.asyncio(loop_factories=["uvloop"])
 @pytest.mark.parametrize("wrong", WRONG)
 async def test_one_worker_costs_no_more_than_is_promised(wrong: str) -> None:
     async with fleet(WRONG[wrong], to_each(_good)) as (live, _):
@@ -83,7 +84,6 @@ async def _good(peer: Peer, request: Request) -> None:
     await peer.send(named("good"))
 
 
-@pytest.mark.asyncio(loop_factories=["uvloop"])
 async def test_no_list_stops_the_streams() -> None:
     async with fleet(floods, is_too_long) as (live, _):
         before = await _lag(live)

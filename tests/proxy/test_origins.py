@@ -11,6 +11,8 @@ from tests.proxy.test_paths import asked, code, fleet, named, says
 from tests.support.http_model import Answer
 from tests.support.raw import Live, get, post, tells, to_each
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 PAGE = "https://chat.example.com"
 ORIGIN = b"origin: https://chat.example.com"
 OTHER = b"origin: https://evil.example"

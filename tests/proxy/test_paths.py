@@ -13,6 +13,8 @@ import pytest
 from tests.support.http_model import Answer, Request
 from tests.support.raw import Live, Peer, Worker, get, post, tells, to_each
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 TOKEN = b"x-coatcheck-admin-token: hush"
 KEY = b"authorization: Bearer sk-client"
 

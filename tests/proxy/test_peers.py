@@ -27,6 +27,8 @@ from tests.support.raw import until
 from tests.support.replicas import KEY, Replica, first_of, key_of
 from tests.support.wire import ask
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 
 class Desk:
     """Answers as it is told, and notes what it was asked."""

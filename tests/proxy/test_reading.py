@@ -15,6 +15,8 @@ from app.turn.request import Reading
 from tests.support.bench import JSON, SESSION, Bench, bench
 from tests.support.raw import OK, Peer, Worker, answers, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 MIB = 1 << 20
 HASH = "f" * 64
 NIL = b"00000000-0000-0000-0000-000000000000"

@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 
 from tests.support.raw import until
-from tests.support.room import Room, Rooms, Sentences, Turn
+from tests.support.room import EVERY, Room, Rooms, Sentences, Turn
 
 says = Sentences()
 AT = "x-dynamo-worker-instance-id"
 NOBODY = {AT: "nobody"}
 """A hint that the router refuses."""
 DRY = {"x-coatcheck-dry-run": "true"}
-
-
-@pytest.mark.asyncio(loop_factories=["uvloop"])
-@pytest.mark.parametrize("sentence", says, ids=says.ids())
-async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
-    await says[sentence](rooms)
 
 
 async def is_new(room: Room, session: str = "s") -> None:
@@ -35,7 +29,9 @@ async def is_new(room: Room, session: str = "s") -> None:
 
 
 @says(
-    "A final turn closes the claim before the client sees the end of the answer; then the id is a new session anywhere."
+    "A final turn closes the claim before the client sees the end of the answer; then the id is a new session "
+    "anywhere.",
+    over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
@@ -83,7 +79,7 @@ async def _(rooms: Rooms) -> None:
         await is_new(room)
 
 
-@says("Turns that run at another replica do not keep the claim, and end undisturbed.")
+@says("Turns that run at another replica do not keep the claim, and end undisturbed.", over=EVERY)
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
         held = await room.held("s", at=1)
@@ -96,7 +92,7 @@ async def _(rooms: Rooms) -> None:
         await is_new(room)
 
 
-@says("Two final turns at once, anywhere, are both served, and the session ends once.")
+@says("Two final turns at once, anywhere, are both served, and the session ends once.", over=EVERY)
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
         for _ in range(5):
@@ -170,7 +166,7 @@ async def _(rooms: Rooms) -> None:
         await is_new(room)
 
 
-@says("A claim that was made after the one that a final turn ends is never closed by it.")
+@says("A claim that was made after the one that a final turn ends is never closed by it.", over=EVERY)
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
         await room.turn("s")
@@ -187,7 +183,8 @@ async def _(rooms: Rooms) -> None:
 
 @says(
     "While the store is away a final turn is answered all the same; the session ends when the store is back, also "
-    "where the replica had not known it."
+    "where the replica had not known it.",
+    over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open(store_deadline=0.3) as room:
@@ -211,7 +208,8 @@ async def _(rooms: Rooms) -> None:
 
 @says(
     "A turn that runs keeps its session, however long; after the end of its last turn, at whichever replica, a session "
-    "lives `session-ttl` seconds more and is then new everywhere."
+    "lives `session-ttl` seconds more and is then new everywhere.",
+    over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
     ttl, late = (1.0, 6.0) if rooms.kind == "etcd" else (1.5, 1.5)
@@ -241,7 +239,10 @@ async def _(rooms: Rooms) -> None:
 # -- looking
 
 
-@says("Looking a session up, listing sessions and asking by a dry run claim nothing, renew nothing and end nothing.")
+@says(
+    "Looking a session up, listing sessions and asking by a dry run claim nothing, renew nothing and end nothing.",
+    over=EVERY,
+)
 async def _(rooms: Rooms) -> None:
     async with rooms.open(session_ttl=8.0, store_deadline=4.0) as room:
         for at in (0, 1):
@@ -304,7 +305,10 @@ async def _(rooms: Rooms) -> None:
         assert alone.refusal == (400, "invalid_hint")
 
 
-@says("A session is looked up by its id: its target, what stands in the claim, and where the replica knows it from.")
+@says(
+    "A session is looked up by its id: its target, what stands in the claim, and where the replica knows it from.",
+    over=EVERY,
+)
 async def _(rooms: Rooms) -> None:
     file, (alice,) = rooms.keys("alice")
     async with rooms.open(dp=2, api_keys=file) as room:
@@ -374,7 +378,7 @@ async def _(rooms: Rooms) -> None:
                 assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
 
 
-@says("An admin closes a session at any replica; turns of it that run there end first.")
+@says("An admin closes a session at any replica; turns of it that run there end first.", over=EVERY)
 async def _(rooms: Rooms) -> None:
     async with rooms.open() as room:
 
@@ -440,3 +444,9 @@ async def _(rooms: Rooms) -> None:
         ):
             async with room.admin() as client:
                 assert (await client.get("/admin/sessions", headers=headers)).status_code == status
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@says.shown
+async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
+    await says[sentence](rooms)

@@ -9,15 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from app.config import Settings
-from tests.support.room import JSON, Room, Rooms, Sentences
+from tests.support.room import EVERY, JSON, Room, Rooms, Sentences
 
 says = Sentences()
-
-
-@pytest.mark.asyncio(loop_factories=["uvloop"])
-@pytest.mark.parametrize("sentence", says, ids=says.ids())
-async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
-    await says[sentence](rooms)
 
 
 SOURCES = (
@@ -222,7 +216,7 @@ async def _(rooms: Rooms) -> None:
         assert (second.worker, second.how) == (first.worker, "stored")
 
 
-@says("With API keys (`api-keys`) the same id of two tenants is two sessions, which never meet.")
+@says("With API keys (`api-keys`) the same id of two tenants is two sessions, which never meet.", over=EVERY)
 async def _(rooms: Rooms) -> None:
     file, (alice, bob, also_alice) = rooms.keys("alice", "bob", "alice")
     async with rooms.open(api_keys=file) as room:
@@ -360,3 +354,9 @@ async def _(rooms: Rooms) -> None:
             assert await _arrives(room, *offer, said, **page) == {"authorization": "Bearer sk-worker"} | clean
     async with rooms.open(workers=1, replicas=1) as room:
         assert await _arrives(room, *offer, said, **page) == {said[0]: said[1]}
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@says.shown
+async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
+    await says[sentence](rooms)

@@ -13,18 +13,12 @@ import pytest
 
 from backends.base import OutcomeUnknown, StoreUnavailable
 from tests.support.raw import until
-from tests.support.room import JSON, Room, Rooms, Sentences, Turn
+from tests.support.room import EVERY, JSON, Room, Rooms, Sentences, Turn
 
 says = Sentences()
 AT = "x-dynamo-worker-instance-id"
 RANK = "x-dynamo-dp-rank"
 SENT_RANK = "x-data-parallel-rank"
-
-
-@pytest.mark.asyncio(loop_factories=["uvloop"])
-@pytest.mark.parametrize("sentence", says, ids=says.ids())
-async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
-    await says[sentence](rooms)
 
 
 async def all_of(*turns: Turn) -> list[Turn]:
@@ -38,7 +32,10 @@ def overridden(room: Room) -> int:
 # -- claims, hints, policy
 
 
-@says("The first turn claims a worker for the session; of turns that arrive at once, at any replicas, one claims.")
+@says(
+    "The first turn claims a worker for the session; of turns that arrive at once, at any replicas, one claims.",
+    over=EVERY,
+)
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=3) as room:
         sessions = [room.new() for _ in range(20)]
@@ -209,7 +206,7 @@ async def _(rooms: Rooms) -> None:
         await all_of(*held)
 
 
-@says("A claim names the rank, and every replica keeps to it.")
+@says("A claim names the rank, and every replica keeps to it.", over=EVERY)
 async def _(rooms: Rooms) -> None:
     async with rooms.open(dp=4) as room:
         for name in (room.new() for _ in range(8)):
@@ -315,7 +312,10 @@ async def _(rooms: Rooms) -> None:
 # -- a worker is lost
 
 
-@says("When its worker cannot be connected to, the same turn goes on at another one, and every replica follows.")
+@says(
+    "When its worker cannot be connected to, the same turn goes on at another one, and every replica follows.",
+    over=EVERY,
+)
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=3) as room:
         for at in (0, 1):
@@ -334,7 +334,7 @@ async def _(rooms: Rooms) -> None:
         assert after.revision != before.revision
 
 
-@says("The sessions of a lost worker spread over all that are left.")
+@says("The sessions of a lost worker spread over all that are left.", over=("file",))
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=5) as room:
         sessions = [room.new() for _ in range(300)]
@@ -410,7 +410,8 @@ async def _(rooms: Rooms) -> None:
 
 @says(
     "A first turn that is answered 408, 409, 425, 429 or 5xx, or not at all, leaves no claim: the next try may go "
-    "elsewhere."
+    "elsewhere.",
+    over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=3) as room:
@@ -496,7 +497,8 @@ async def _(rooms: Rooms) -> None:
 
 @says(
     "A session that was served while the store was away stays there when it is back, also where the store has done "
-    "late what a replica had given up, and where its worker had died meanwhile."
+    "late what a replica had given up, and where its worker had died meanwhile.",
+    over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open(workers=3, store_deadline=0.3) as room:
@@ -582,3 +584,9 @@ async def _(rooms: Rooms) -> None:
         room.release()
         await until(lambda: held.complete)
         await asyncio.sleep(0)
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@says.shown
+async def test_what_a_session_is(sentence: str, rooms: Rooms) -> None:
+    await says[sentence](rooms)

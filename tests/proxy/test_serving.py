@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.raw import until
-from tests.support.room import JSON, Room, Rooms, Turn
+from tests.support.room import JSON, Room, Rooms, Turn, over_one
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])
 THREE = (["a"], ["a", "b"], ["b"], ["c"], ["c"])
@@ -27,6 +27,7 @@ def served(room: Room) -> dict[str, int]:
     return {name: len(turns) for name, turns in room.served.items()}
 
 
+@over_one
 async def test_turns_and_sessions_go_to_workers_that_serve_their_model(rooms: Rooms) -> None:
     async with rooms.open(workers=5, models=THREE) as room:
         for model, workers in WHERE.items():
@@ -58,6 +59,7 @@ async def test_a_session_that_uses_two_models_has_a_claim_for_each_and_its_final
         assert (await ask(room, "c", "s", at=1)).how in ("created", "rebound")
 
 
+@over_one
 async def test_a_final_by_the_other_model_ends_both_too(rooms: Rooms) -> None:
     async with rooms.open(workers=5, models=THREE) as room:
         await ask(room, "a", "s", headers={"x-dynamo-worker-instance-id": "w0"})
@@ -75,6 +77,7 @@ async def test_a_final_by_the_other_model_ends_both_too(rooms: Rooms) -> None:
                 await asyncio.sleep(0.01)
 
 
+@over_one
 async def test_a_final_that_is_refused_for_good_ends_all(rooms: Rooms) -> None:
     async with rooms.open(workers=5, models=THREE) as room:
         await ask(room, "a", "s")
@@ -84,6 +87,7 @@ async def test_a_final_that_is_refused_for_good_ends_all(rooms: Rooms) -> None:
         assert await room.truth.get(room.key("s", "", "model", "c")) is None
 
 
+@over_one
 async def test_what_nobody_serves_is_told_in_the_words_of_the_api(rooms: Rooms) -> None:
     async with rooms.open(workers=2, models=(["a"], ["b"])) as room:
         for at in (0, 1):
@@ -100,6 +104,7 @@ async def test_what_nobody_serves_is_told_in_the_words_of_the_api(rooms: Rooms) 
         assert served(room) == {"w0": 0, "w1": 0}
 
 
+@over_one
 async def test_a_model_whose_only_worker_is_away_is_known(rooms: Rooms) -> None:
     async with rooms.open(workers=2, models=(["a"], ["b"])) as room:
         await room.worker("w1").die()
@@ -110,6 +115,7 @@ async def test_a_model_whose_only_worker_is_away_is_known(rooms: Rooms) -> None:
             assert (await ask(room, "a", at=at)).worker == "w0"
 
 
+@over_one
 async def test_hints_to_a_worker_that_does_not_serve_the_model_are_refused(rooms: Rooms) -> None:
     async with rooms.open(workers=2, models=(["a"], ["b"])) as room:
         hint = {"x-dynamo-worker-instance-id": "w1"}
@@ -135,6 +141,7 @@ async def test_an_adapter_that_is_loaded_later_is_found_on_both_replicas(rooms: 
         assert (await ask(room, "a", "s", at=1)).worker == "w0"
 
 
+@over_one
 async def test_a_dry_run_knows_what_serves_the_model(rooms: Rooms) -> None:
     async with rooms.open(workers=2, models=(["a"], ["b"])) as room:
         dry = {"x-coatcheck-dry-run": "true"}
@@ -147,6 +154,7 @@ async def test_a_dry_run_knows_what_serves_the_model(rooms: Rooms) -> None:
         assert (await ask(room, "never", headers=dry)).refusal == (404, "model_not_found")
 
 
+@over_one
 async def test_engines_that_take_any_name_get_it(rooms: Rooms) -> None:
     async with rooms.open(workers=2, models=(["a"], ["b"]), unknown_models="pass") as room:
         assert (await ask(room, "never")).status == 200

@@ -5,36 +5,21 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import requests
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
-from schemathesis.checks import not_a_server_error
-from schemathesis.specs.openapi.checks import (
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    status_code_conformance,
-    unsupported_method,
-)
 
 from tests.support.examples import examples
 from tests.support.raw import Live
 
+if TYPE_CHECKING:
+    import schemathesis
+
 MODELS = {"object": "list", "data": [{"id": name, "object": "model"} for name in ("m", "org/m", "caf\u00e9 %2F?")]}
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_headers_conformance,
-    response_schema_conformance,
-    unsupported_method,
-]
 
 
 class ModelList(BaseHTTPRequestHandler):
@@ -69,6 +54,8 @@ def live() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def control_plane(live: Live) -> schemathesis.BaseSchema:
+    import schemathesis  # takes seconds, and most processes of a parallel run only collect this module
+
     url = f"http://127.0.0.1:{live.port}"
     with _session() as session:
         described = session.get(f"{url}/openapi.json").json()
@@ -81,6 +68,21 @@ def _session() -> requests.Session:
     session = requests.Session()
     session.trust_env = False  # the environment's proxies are for the internet
     return session
+
+
+@pytest.fixture(scope="module")
+def checks() -> Sequence[Any]:
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi import checks
+
+    return (
+        not_a_server_error,
+        checks.status_code_conformance,
+        checks.content_type_conformance,
+        checks.response_headers_conformance,
+        checks.response_schema_conformance,
+        checks.unsupported_method,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -105,21 +107,28 @@ OPERATIONS = [
 ]
 
 
-AS_DESCRIBED = [(*operation, GenerationMode.POSITIVE) for operation in OPERATIONS]
-OTHERWISE = [(*operation, GenerationMode.NEGATIVE) for operation in OPERATIONS if "/admin/session" in operation[1]]
+AS_DESCRIBED = [(*operation, "positive") for operation in OPERATIONS]
+OTHERWISE = [(*operation, "negative") for operation in OPERATIONS if "/admin/session" in operation[1]]
 """Of what can be wrong: a query."""
 
 
 @pytest.mark.parametrize(("method", "path", "mode"), AS_DESCRIBED + OTHERWISE)
 def test_every_answer_is_one_that_is_declared(
-    control_plane: schemathesis.BaseSchema, session: requests.Session, method: str, path: str, mode: GenerationMode
+    control_plane: schemathesis.BaseSchema,
+    checks: Sequence[Any],
+    session: requests.Session,
+    method: str,
+    path: str,
+    mode: str,
 ) -> None:
+    from schemathesis import GenerationMode
+
     operation = control_plane[path][method]
 
     @settings(max_examples=examples(10), deadline=None, print_blob=True, suppress_health_check=list(HealthCheck))
-    @given(case=operation.as_strategy(generation_mode=mode))
+    @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def asked(case: schemathesis.Case[Any]) -> None:
-        case.call_and_validate(checks=CHECKS, session=session)
+        case.call_and_validate(checks=checks, session=session)
 
     asked()
 

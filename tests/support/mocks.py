@@ -8,15 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import uvloop
-from openai.types.chat import ChatCompletionMessageParam
 
 from mocker import cli
 from mocker.server import create_mock
 from mocker.settings import MockSettings
+
+if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletionMessageParam
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "mock-model", "messages": HELLO}

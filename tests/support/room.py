@@ -14,11 +14,12 @@ import itertools
 import json
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from app.config import Settings
 from app.main import Router, create_app
@@ -292,6 +293,10 @@ class Rooms:
 
 
 Row = Callable[[Rooms], Awaitable[None]]
+EVERY = ("memory", "file", "etcd")
+ONE = ("memory",)
+over_one = pytest.mark.parametrize("rooms", ONE, indirect=True)
+"""For a test whose subject is no store's: what stores promise is shown of each by tests/stores/test_conformance.py."""
 
 
 class Sentences(dict[str, Row]):
@@ -299,17 +304,36 @@ class Sentences(dict[str, Row]):
 
     @says("A sentence.")
     async def _(rooms: Rooms) -> None: ...
+
+    `over`: the claim stores that it is shown over; every one where replicas meet in the store, or it has to tell them
+    something, so that what it can and cannot do might make a difference.
     """
 
-    def __call__(self, sentence: str) -> Callable[[Row], Row]:
+    def __init__(self) -> None:
+        super().__init__()
+        self._over: dict[str, Sequence[str]] = {}
+
+    def __call__(self, sentence: str, *, over: Sequence[str] = ONE) -> Callable[[Row], Row]:
         def note(row: Row) -> Row:
             assert sentence not in self, sentence
             self[sentence] = row
+            self._over[sentence] = over
             return row
 
         return note
 
-    def ids(self) -> Iterator[str]:
-        for sentence in self:
-            words = ("".join(c for c in word if c.isalnum()) for word in sentence.lower().split())
-            yield "-".join(itertools.islice(filter(None, words), 9))
+    @property
+    def shown(self) -> pytest.MarkDecorator:
+        """Parametrizes a test by `rooms` and `sentence`."""
+        rows = [
+            pytest.param(kind, sentence, id=f"{kind}-{_id(sentence)}")
+            for kind in EVERY
+            for sentence in self
+            if kind in self._over[sentence]
+        ]
+        return pytest.mark.parametrize(("rooms", "sentence"), rows, indirect=["rooms"])
+
+
+def _id(sentence: str) -> str:
+    words = ("".join(c for c in word if c.isalnum()) for word in sentence.lower().split())
+    return "-".join(itertools.islice(filter(None, words), 9))

@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from mocker import cli
 from mocker.cache import BRANCHES, PrefixCache, common_prefix, count_tokens
 from mocker.settings import MockSettings
+from tests.support.late import openai
 from tests.support.mocks import CHAT, HELLO, Worker, eventually
 
 

@@ -8,10 +8,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
+from tests.support.late import anthropic, openai
 from tests.support.mocks import CHAT, HELLO, Worker, eventually
 
 MESSAGES = {"model": "mock-model", "max_tokens": 100, "messages": HELLO}

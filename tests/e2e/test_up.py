@@ -11,7 +11,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -85,6 +86,20 @@ def own_ports() -> list[str]:
     return ["--port", str(port), "--worker-port", str(worker_port)]
 
 
+class Degraded(Exception):
+    """On a machine without time the store does not answer by its deadline, and a session goes by its hash meanwhile."""
+
+
+def with_a_store_that_answers(check: Callable[[str], None]) -> None:
+    """Once; on a machine without time again, with another session's id."""
+    for number in range(20):
+        try:
+            return check(f"session-{number}")
+        except Degraded:
+            time.sleep(0.5)
+    raise AssertionError("the store is never there in time")
+
+
 def ask(url: str, session: str, **headers: str) -> httpx.Response:
     answer = httpx.post(
         f"{url}/v1/chat/completions",
@@ -94,6 +109,8 @@ def ask(url: str, session: str, **headers: str) -> httpx.Response:
         timeout=20,
     )
     assert answer.status_code == 200, answer.text
+    if answer.headers["X-Coatcheck-Affinity"] == "degraded":
+        raise Degraded
     return answer
 
 
@@ -102,22 +119,27 @@ def cached_tokens(answer: httpx.Response) -> int:
 
 
 def test_a_session_has_one_worker_at_both_replicas_until_its_final_turn(shared: Up) -> None:
-    first, second = shared.replicas
-    answers = [ask(first, "s1"), ask(second, "s1")]
+    with_a_store_that_answers(partial(has_one_worker_until_its_final_turn, shared.replicas))
+
+
+def has_one_worker_until_its_final_turn(replicas: Sequence[str], session: str) -> None:
+    first, second = replicas
+    answers = [ask(first, session), ask(second, session)]
     assert [answer.headers["X-Coatcheck-Affinity"] for answer in answers] == ["created", "stored"]
-    give_up = time.monotonic() + 20
+    give_up = time.monotonic() + 60
     # A replica is ready before its watch has been shown to be alive; until then it reads a claim before each use.
     while (how := answers[-1].headers["X-Coatcheck-Affinity"]) != "cached":
         assert how == "stored"
         assert time.monotonic() < give_up
-        answers.append(ask(first, "s1"))
+        time.sleep(0.05)
+        answers.append(ask(first, session))
     assert len({answer.headers["X-Coatcheck-Worker"] for answer in answers}) == 1
     assert cached_tokens(answers[0]) == 0
     assert cached_tokens(answers[1]) > 0
 
-    final = ask(second, "s1", **{"X-Dynamo-Session-Final": "true"})
+    final = ask(second, session, **{"X-Dynamo-Session-Final": "true"})
     assert final.headers["X-Coatcheck-Worker"] == answers[0].headers["X-Coatcheck-Worker"]
-    assert ask(first, "s1").headers["X-Coatcheck-Affinity"] == "created"
+    assert ask(first, session).headers["X-Coatcheck-Affinity"] == "created"
 
 
 def test_sessions_spread_over_the_workers(shared: Up) -> None:
@@ -140,7 +162,14 @@ def test_the_printed_commands_work_as_they_are_printed(shared: Up) -> None:
 
 def test_the_readmes_commands_work_as_they_are_written(shared: Up) -> None:
     """In their order; only the ports are those of this run."""
-    plain, first, second, streamed, final = run_blocks(ROOT / "README.md", shared)
+    with_a_store_that_answers(lambda _: the_readmes_commands_work(shared))
+
+
+def the_readmes_commands_work(shared: Up) -> None:
+    said = run_blocks(ROOT / "README.md", shared)
+    if any(re.search(r"^x-coatcheck-affinity: degraded", text, re.MULTILINE | re.IGNORECASE) for text in said):
+        raise Degraded
+    plain, first, second, streamed, final = said
     assert '"object":"chat.completion"' in plain
 
     def header(text: str, name: str) -> str:

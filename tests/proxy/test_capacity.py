@@ -251,7 +251,7 @@ async def test_what_the_client_is_told_at_its_tenants_limit_and_when_all_is_full
 
 async def test_waiting_is_bounded_by_its_own_time_and_a_workers_first_byte_comes_after_it() -> None:
     worker = Holding()
-    async with bench(worker, max_turns=1, limits=Limits(first_byte=1.0)) as b:
+    async with bench(worker, max_turns=1, limits=Limits(first_byte=2.0)) as b:
         hung = turn(b, 0)
         await until(lambda: worker.running)
         late = turn(b, 1)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no
 
 PROMISED = 2.0
 """Seconds."""
-BUSY = 1.0
+BUSY = 10.0
 """That the machine may add."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 
@@ -76,7 +76,8 @@ async def test_one_worker_costs_no_more_than_is_promised(wrong: str) -> None:
         assert (answer.status, listed(answer.body)) == (200, ["good"])
         assert time.monotonic() - began < PROMISED + BUSY
         began = time.monotonic()
-        assert listed((await asked(live, get(b"/v1/models"))).body) == ["good"]
+        for _ in range(10):
+            assert listed((await asked(live, get(b"/v1/models"))).body) == ["good"]
         assert time.monotonic() - began < BUSY, "a worker that was late is waited for again"
 
 

@@ -167,7 +167,7 @@ async def test_an_admins_answer_is_bounded_in_time_and_size() -> None:
             await peer.send(b"x")
             await asyncio.sleep(0.1)
 
-    async with fleet(flood, drip, first_byte_timeout=1.0) as (live, _):
+    async with fleet(flood, drip, first_byte_timeout=3.0) as (live, _):
         answer = await asked(live, post(target=b"/sleep"))
         first, second = json.loads(answer.body)["workers"]
         assert (first["cut"], len(first["body"])) == (True, 1 << 20)

@@ -191,14 +191,14 @@ async def test_an_etcd_that_dies_is_told_to_all_and_a_repeated_call_is_safe(
             store.registry.list("replicas"),
             return_exceptions=True,
         )
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 10
         kinds = [type(answer) for answer in answers]
         if blow == "pause":
             assert kinds == [OutcomeUnknown, StoreUnavailable, OutcomeUnknown, StoreUnavailable]
         else:
             assert {*kinds} <= {OutcomeUnknown, StoreUnavailable}
             assert kinds[1] is kinds[3] is StoreUnavailable
-        await watcher.fails(within=3.0)
+        await watcher.fails(within=10.0)
         with pytest.raises(StoreUnavailable):
             await anext(store.registry.watch("replicas"))
     if blow == "kill":

@@ -157,7 +157,7 @@ class TestTheDisk:
                 os.utime(bad)  # what has not changed is not read again
                 with pytest.raises(StoreUnavailable):
                     await store.registry.list("workers")
-            await watcher.fails(within=2.0)
+            await watcher.fails(within=10.0)
             assert watcher.known == {"a": b"a", "b": b"b"}, "never a part for the whole"
         assert await store.registry.list("marks") == {}
         await store.registry.sweep()
@@ -198,12 +198,12 @@ class TestTheDisk:
             calls = (
                 store.registry.put("workers", "a", b"2", 600),
                 store.registry.remove("workers", "a"),
-                *(store.registry.list("workers") for _ in range(20)),
+                *(store.registry.list("workers") for _ in range(60)),
             )
             answers = await asyncio.gather(*calls, return_exceptions=True)
             assert {type(answer) for answer in answers} == {StoreUnavailable}
-            assert time.monotonic() - began < 2
-            await watcher.fails(within=2.0)
+            assert time.monotonic() - began < 10, "one after the other they take twice as long"
+            await watcher.fails(within=10.0)
         frozen.thaw()
         await store.check()
         assert await store.registry.list("workers") == {"a": b"1"}, "what was given up was not done afterwards"
@@ -240,7 +240,7 @@ class TestTheDisk:
             ):
                 with pytest.raises(StoreUnavailable):
                     await call
-            await watcher.fails(within=2.0)
+            await watcher.fails(within=10.0)
             assert watcher.known == {"a": b"1"}
             assert os.listdir(share) == []
             share.rmdir()

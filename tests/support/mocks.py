@@ -72,7 +72,7 @@ class Worker:
         return connection
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 1.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"

@@ -492,13 +492,13 @@ def test_a_cut_comes_after_the_ordered_event_in_mid_line(worker: Worker, path: s
     order(worker, mode="cut", after_events=events, then=then)
     pieces: list[bytes] = []
     with worker.connect("cut", path, **STREAMS[path], stream=True) as connection:
-        connection.settimeout(1)
         try:
-            pieces.extend(iter(lambda: connection.recv(65536), b""))
+            while not pieces or not pieces[-1].endswith(b"0\r\n\r\n"):
+                pieces.append(connection.recv(65536))
+                if not pieces[-1]:
+                    break
         except ConnectionResetError:
             assert then == "reset"
-        except TimeoutError:
-            assert then == "end"
     seen = b"".join(pieces)
     assert seen.endswith(b"0\r\n\r\n") is (then == "end")
     said = seen.removesuffix(b"0\r\n\r\n").removesuffix(b"\r\n")
@@ -532,13 +532,12 @@ def test_a_body_that_does_not_stream_is_cut_short(worker: Worker) -> None:
 @pytest.mark.parametrize("path", STREAMS)
 def test_the_end_of_a_stream_can_come_later_than_its_last_event(worker: Worker, path: str) -> None:
     order(worker, mode="slow", end_ms=150)
+    began = time.monotonic()
     with worker.connect("linger", path, **STREAMS[path], stream=True) as connection:
-        arrivals = []
         seen = b""
         while not seen.endswith(b"0\r\n\r\n"):
             seen += connection.recv(65536)
-            arrivals.append(time.monotonic())
-    assert arrivals[-1] - arrivals[-2] >= 0.14
+    assert time.monotonic() - began >= 0.15
     eventually(lambda: worker.get("/mock/state")["active"] == 0)
     assert last_turn(worker)["outcome"] == "completed"
 

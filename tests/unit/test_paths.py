@@ -147,7 +147,7 @@ def test_what_engine_paths_cannot_be(path: str, why: str) -> None:
 
 
 def test_no_path_takes_long_to_be_judged() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for path in ("/v1/" + "%25" * 20_000, "/v1" + "/x/.." * 10_000, "/v1/" + "load" * 15_000, "/v1" + "/" * 60_000):
         Paths().kind(path)
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,9 @@ from tests.support.processes import Processes, Replica, Worker, metrics, total, 
 from tests.support.tcp import TcpProxy
 from tests.support.wire import Wire, ask, turn
 
-QUICK_STORE = ("--store-deadline=1",)
+QUICK_STORE = ("--store-deadline=3",)
+ASKED_AGAIN = 3.0
+"""Seconds after which a replica asks one again that did not answer in time; with some to spare."""
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,9 @@ def pair(processes: Processes, workers: Sequence[Worker], *claims: str, options:
     )
 
 
+UNHEARD = ("late", "failed")
+
+
 async def acquainted(*replicas: Replica) -> None:
     for replica in replicas:
         await wait_until(partial(_peers, replica, len(replicas) - 1), 30)
@@ -60,6 +65,24 @@ async def split(workers: Sequence[Worker], sessions: Sequence[str]) -> list[str]
                 where[record["session"]].add(worker.name)
     assert all(where.values())
     return [session for session in sessions if len(where[session]) > 1]
+
+
+async def heard(work: Awaitable[object], *replicas: Replica) -> bool:
+    """Does the work; whether these replicas had all that they wanted of the other one in time meanwhile.
+
+    They wait a tenth of a second for that, however busy the machine is. Without it each does what it does alone: where
+    that happened, nothing was shown."""
+    before = await _unheard(replicas)
+    await work
+    if await _unheard(replicas) == before:
+        return True
+    await asyncio.sleep(ASKED_AGAIN)
+    return False
+
+
+async def _unheard(replicas: Sequence[Replica]) -> float:
+    samples = [await metrics(replica) for replica in replicas]
+    return sum(total(each, "coatcheck_peer_calls_total", f'outcome="{how}"') for each in samples for how in UNHEARD)
 
 
 # --- what differs ----------------------------------------------------------------------------------------------------
@@ -151,33 +174,44 @@ async def test_a_session_that_one_knew_is_found_by_the_other_when_etcd_is_gone(
 ) -> None:
     a, b = on_etcd.a, on_etcd.b
     await acquainted(a, b)
-    sessions = [new_session() for _ in range(20)]
-    for session in sessions:
+    known = [new_session() for _ in range(20)]
+    for session in known:
         assert (await turn(a.url, session=session)).affinity == "created"
     on_etcd.etcd.kill()
-    for session in sessions:
-        assert (await turn(b.url, session=session)).status == 200
-    assert not await split(workers, sessions)
-    # And what each placed by itself meanwhile, the other one finds.
-    fresh = [new_session() for _ in range(20)]
-    for number, session in enumerate(fresh):
-        for replica in (a, b) if number % 2 else (b, a):
-            assert (await turn(replica.url, session=session)).affinity == "degraded"
-    assert not await split(workers, fresh)
-    # A final turn at one ends what the other one knows, and nobody claims it again.
-    ended = [*sessions[:10], *fresh[:10]]
-    for number, session in enumerate(ended):
-        assert (await turn((a, b)[number % 2].url, session=session, final=True)).status == 200
-    for replica in (a, b):
-        assert total(await metrics(replica), "coatcheck_claim_cache_entries") <= 20
-    on_etcd.etcd.restart()
+    try:
+        sessions = [session for session in known if await heard(_served(session, b), b)]
+        assert not await split(workers, sessions)
+        # And what each placed by itself meanwhile, the other one finds.
+        fresh = []
+        for number in range(20):
+            session = new_session()
+            if await heard(_served(session, *((a, b) if number % 2 else (b, a)), how="degraded"), a, b):
+                fresh.append(session)
+        assert not await split(workers, fresh)
+        # A final turn at one ends what the other one knows, and nobody claims it again.
+        half = [*sessions[: len(sessions) // 2], *fresh[: len(fresh) // 2]]
+        ended = [s for n, s in enumerate(half) if await heard(_served(s, (a, b)[n % 2], final=True), a, b)]
+        going_on = [session for session in (*sessions, *fresh) if session not in half]
+        assert min(map(len, (sessions, fresh, ended, going_on))) > 2, "the machine has no time for anything"
+        for replica in (a, b):
+            entries = total(await metrics(replica), "coatcheck_claim_cache_entries")
+            assert entries <= len(known) + 20 - len(ended)
+    finally:
+        on_etcd.etcd.restart()
     await wait_until(partial(_state, a, b, up=True), 30)
-    for session in [*sessions[10:], *fresh[10:]]:
+    for session in going_on:
         for replica in (a, b):
             assert (await turn(replica.url, session=session)).affinity in ("stored", "cached")
-    assert not await split(workers, [*sessions, *fresh])
+    assert not await split(workers, going_on)
     for number, session in enumerate(ended):
         assert (await turn((b, a)[number % 2].url, session=session)).affinity == "created"
+
+
+async def _served(session: str, *replicas: Replica, final: bool = False, how: str | None = None) -> None:
+    for replica in replicas:
+        answer = await turn(replica.url, session=session, final=final)
+        assert answer.status == 200
+        assert how in (None, answer.affinity)
 
 
 async def _state(*replicas: Replica, up: bool) -> bool:
@@ -202,14 +236,16 @@ async def test_a_replica_that_is_cut_off_alone_asks_the_other(
             await asyncio.gather(*(turn(alone.url, session=session) for session in sessions[:10]))
             await asyncio.gather(*(turn(well.url, session=session) for session in sessions[10:]))
             await wait_until(partial(_state, alone, up=False), 30)
+            asked = []
             for number, session in enumerate([*before, *sessions]):
-                for replica in (alone, well) if number % 2 else (well, alone):
-                    assert (await turn(replica.url, session=session)).status == 200
-            assert not await split(workers, [*before, *sessions]), lost
+                if await heard(_served(session, *((alone, well) if number % 2 else (well, alone))), alone, well):
+                    asked.append(session)
+            assert not await split(workers, asked), lost
             # A final turn there ends the session for all.
-            for session in before:
-                assert (await turn(alone.url, session=session, final=True)).status == 200
+            ended = [each for each in before if each in asked and await heard(_served(each, alone, final=True), alone)]
+            for session in ended:
                 assert (await turn(well.url, session=session)).affinity == "created"
+            assert len(ended) > 2, "the machine has no time for anything"
             setattr(path, lost, False)
             path.sever()
             await wait_until(partial(_state, alone, up=True), 30)
@@ -232,13 +268,20 @@ async def test_an_id_may_be_used_again_at_the_other_replica_at_once(
     await acquainted(a, b)
     hows: Counter[str | None] = Counter()
     async with await Wire.to(a.url) as here, await Wire.to(b.url) as there:
-        for number in range(100):
+        for number in range(60):
             session = new_session()
             for wire in (here, there):  # both have it in their caches
                 wire.chat(session=session, tokens=1)
                 await wire.answer()
-            here.chat(session=session, final=True, tokens=2, stream=bool(number % 2))
-            await here.answer()
+
+            async def end(session: str = session, number: int = number) -> None:
+                here.chat(session=session, final=True, tokens=2, stream=bool(number % 2))
+                await here.answer()
+
+            told = await heard(end(), a)
             there.chat(session=session, tokens=1)
-            hows[(await there.answer()).affinity] += 1
-    assert hows == {"created": 100}
+            how = (await there.answer()).affinity
+            if told:
+                hows[how] += 1
+    assert hows.keys() == {"created"}, hows
+    assert hows.total() > 10, "the machine has no time for anything"

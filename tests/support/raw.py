@@ -438,8 +438,9 @@ class Kept:
 async def until(
     condition: Callable[[], Awaitable[object] | object], limit: float = 3 * LIMIT, what: str = "it does not come about"
 ) -> None:
-    """Poll for what others bring about. Raises AssertionError."""
+    """Poll for what others bring about, the longer it takes the more rarely. Raises AssertionError."""
     give_up_at = time.monotonic() + limit
+    pause = 0.002
     while True:
         answer = condition()
         if isinstance(answer, Awaitable):
@@ -447,7 +448,8 @@ async def until(
         if answer:
             return
         assert time.monotonic() < give_up_at, what
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(pause)
+        pause = min(1.2 * pause, 0.02)
 
 
 async def still(count: Callable[[], int], quiet_for: float = 0.1) -> None:

@@ -1318,24 +1318,21 @@ async def test_a_watch_keeps_up_with_thousands_of_deletions(shared: EtcdServer, 
     prefix = fresh_prefix()
     store = await open_store(shared.url(prefix), deadline=5.0)
     keys = [f"{number:04x}" for number in range(1920)]
-    for first in range(0, len(keys), 128):
-        puts = [
-            rpc.RequestOp(request_put=rpc.PutRequest(key=f"{prefix}/{key}".encode(), value=encode_value(value())))
-            for key in keys[first : first + 128]
-        ]
-        await store.cluster.endpoints[0].txn(rpc.TxnRequest(success=puts))
+    names = [f"{prefix}/{key}".encode() for key in keys]
+    puts = [rpc.RequestOp(request_put=rpc.PutRequest(key=name, value=encode_value(value()))) for name in names]
+    deletions = [rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=name)) for name in names]
 
-    async def close(part: list[str]) -> None:
-        for key in part:
-            claim = await store.get(key)
-            assert claim is not None
-            assert await store.close(claim) is CloseOutcome.CLOSED
+    async def do(operations: list[Any]) -> None:
+        """In transactions as large as etcd takes."""
+        for first in range(0, len(operations), 128):
+            await store.cluster.endpoints[0].txn(rpc.TxnRequest(success=operations[first : first + 128]))
 
+    await do(puts)
     async with contextlib.aclosing(store.subscribe()) as events:
         assert await next_event(events) == Reset()
-        closing = asyncio.gather(*(close(keys[start::50]) for start in range(50)))
+        deleting = asyncio.create_task(do(deletions))
         told = [await next_event(events) for _ in keys]
-        await closing
+        await deleting
     assert all(isinstance(event, Deleted) for event in told)
     assert sorted(event.key for event in told) == keys
 

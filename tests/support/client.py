@@ -129,7 +129,7 @@ class Call:
         if self._task is None:
             self.start()
         assert self._task is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await self._task
         state = self._state
         assert state is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -71,18 +71,18 @@ def _session() -> requests.Session:
 
 
 @pytest.fixture(scope="module")
-def checks() -> Sequence[Any]:
+def checks() -> list[Any]:
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
-    return (
+    return [
         not_a_server_error,
         checks.status_code_conformance,
         checks.content_type_conformance,
         checks.response_headers_conformance,
         checks.response_schema_conformance,
         checks.unsupported_method,
-    )
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ OTHERWISE = [(*operation, "negative") for operation in OPERATIONS if "/admin/ses
 @pytest.mark.parametrize(("method", "path", "mode"), AS_DESCRIBED + OTHERWISE)
 def test_every_answer_is_one_that_is_declared(
     control_plane: schemathesis.BaseSchema,
-    checks: Sequence[Any],
+    checks: list[Any],
     session: requests.Session,
     method: str,
     path: str,

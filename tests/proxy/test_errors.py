@@ -325,7 +325,7 @@ async def test_an_error_event_is_said_only_between_two_events(pieces: list[bytes
         assert b.outcomes() == {"broken": 1}
 
 
-@pytest.mark.parametrize("limits", [Limits(idle=0.05), Limits(total=0.5)])
+@pytest.mark.parametrize("limits", [Limits(idle=0.3), Limits(total=1.5)])
 async def test_stalled_stream(limits: Limits) -> None:
     async with bench(tells(STREAM + b"9\r\ndata: a\n\n\r\n"), limits=limits) as b:
         client = await b.get()
@@ -344,7 +344,7 @@ def anthropic_error(data: bytes) -> dict[str, Any]:
 @pytest.mark.parametrize(("stays", "kind"), [(False, "api_error"), (True, "timeout_error")])
 async def test_broken_messages_stream_says_so_in_anthropics_words(stays: bool, kind: str) -> None:
     begun = b'event: message_start\ndata: {"type":"message_start"}\n\n'
-    async with bench(tells(STREAM + chunk(begun), stays=stays), limits=Limits(idle=0.1)) as b:
+    async with bench(tells(STREAM + chunk(begun), stays=stays), limits=Limits(idle=0.3) if stays else Limits()) as b:
         client = await b.get((b"x-request-id", b"r7"), path="/v1/messages")
         name, _, data = client.body.removeprefix(begun).partition(b"\n")
         assert (name, data[:6], data[-2:]) == (b"event: error", b"data: ", b"\n\n")
@@ -387,7 +387,8 @@ async def test_errors_of_a_turn_at_messages_are_anthropics(path: str) -> None:
 )
 async def test_what_is_no_request_to_messages_is_refused_in_its_shape(sent: bytes, status: int, kind: str) -> None:
     """`kind`: none where the path is not known, or another one."""
-    async with bench(answers(OK), client_limits=ClientLimits(head_wait=0.1, body_wait=0.1)) as b:
+    limits = ClientLimits(head_wait=0.1, body_wait=0.1) if status == 408 else ClientLimits()
+    async with bench(answers(OK), client_limits=limits) as b:
         client, _ = await b.entrance.connect()
         with contextlib.closing(client):
             await client.send(sent)

@@ -184,7 +184,7 @@ async def test_what_does_not_follow_the_last_event_is_no_failure(how: str) -> No
         if how == "reset":
             peer.reset()
 
-    async with bench(script, limits=Limits(idle=0.1) if how == "idle" else Limits()) as b:
+    async with bench(script, limits=Limits(idle=0.5) if how == "idle" else Limits()) as b:
         client = b.request(SESSION, path="/v1/messages").start()
         async with asyncio.timeout(20):
             await client.finish()

@@ -600,7 +600,7 @@ async def test_cut_of_an_answer_that_closing_would_end_comes_after_what_was_sent
         await peer.send(b"HTTP/1.1 200 OK\r\n\r\n" + b"a" * 100_000)
         await peer.gone()
 
-    async with bench(script, limits=Limits(total=0.3)) as b:
+    async with bench(script, limits=Limits(total=1.0)) as b:
         client, state = await b.entrance.connect(little=True)
         with contextlib.closing(client):
             await client.send(b"POST /v1/x HTTP/1.0\r\ncontent-length: 2\r\n\r\n{}")
@@ -1000,7 +1000,7 @@ async def test_which_answers_end_a_session(status: int, kept: bool) -> None:
 
 @pytest.mark.parametrize("script", [hangs, answers(b"garbage\r\n\r\n")])
 async def test_no_answer_keeps_the_session(script: Callable[[Peer], Any]) -> None:
-    async with bench(after_one(script), limits=Limits(first_byte=0.5)) as b:
+    async with bench(after_one(script), limits=Limits(first_byte=2.0)) as b:
         assert (await b.get(SESSION)).status == 200
         assert (await b.get(SESSION, FINAL)).status in (502, 504)
         assert await b.claim() is not None

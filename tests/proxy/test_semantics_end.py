@@ -244,10 +244,10 @@ async def _(rooms: Rooms) -> None:
     over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
-    async with rooms.open(session_ttl=8.0, store_deadline=4.0) as room:
+    async with rooms.open(session_ttl=16.0, store_deadline=8.0) as room:
         for at in (0, 1):
             await room.turn("s", at=at)
-        await asyncio.sleep(2.1)  # a turn would renew now: a quarter of the TTL has gone by
+        await asyncio.sleep(4.1)  # a turn would renew now: a quarter of the TTL has gone by
         before, calls = await room.claim("s"), room.calls()
         for at in (0, 1):
             async with room.admin(at) as client:

@@ -206,7 +206,7 @@ def run_blocks(page: Path, up: Up) -> list[str]:
 def bash(script: str) -> str:
     # A `coatcheck` in it is the one beside this interpreter.
     environment = without_proxies() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -614,7 +614,7 @@ async def test_failure_while_the_client_is_slow_gives_everything_back_at_once(fi
         await peer.send(STREAM, *[chunk(event)] * 150)
         await peer.gone()
 
-    async with bench(Worker(script), limits=Limits(total=1.0)) as b:
+    async with bench(Worker(script), limits=Limits(total=3.0)) as b:
         client = b.request(SESSION, *([FINAL] if final else []), little=True)
         client.stall()
         client.start()
@@ -678,8 +678,8 @@ async def test_client_that_takes_no_end_is_cut_off() -> None:
             await client.send(b"POST /v1/x HTTP/1.1\r\nhost: r\r\ncontent-length: 2\r\n\r\n{}")
             await until(lambda: b.outcomes() == {"completed": 1})
             await until(lambda: not state.connections)
-            await client.rest()
-            assert client.ended == "reset", "it was sent all of the answer"
+            _, _, body = (await client.rest()).partition(b"\r\n\r\n")
+            assert len(body) < 60000, "it was sent all of the answer"
 
 
 async def test_client_that_takes_little_is_not_cut_off() -> None:

@@ -104,7 +104,7 @@ async def insist(call: Callable[[], Awaitable[T]], seconds: float = 15) -> T:
             await asyncio.sleep(0.02)
 
 
-async def until_true(condition: Callable[[], bool], store: EtcdStore, seconds: float = 10) -> None:
+async def until_true(condition: Callable[[], bool], store: EtcdStore, seconds: float = 30) -> None:
     """As `until`, with calls under way that may fail."""
     give_up = time.monotonic() + seconds
     while not condition():
@@ -113,14 +113,14 @@ async def until_true(condition: Callable[[], bool], store: EtcdStore, seconds: f
             await store.get("00")
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
     give_up = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < give_up
         await asyncio.sleep(0.02)
 
 
-async def next_event(events: AsyncIterator[Any], seconds: float = 5) -> Any:
+async def next_event(events: AsyncIterator[Any], seconds: float = 20) -> Any:
     return await asyncio.wait_for(anext(events), seconds)
 
 

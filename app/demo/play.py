@@ -125,7 +125,10 @@ def run(args: argparse.Namespace) -> int:
         console.width = max(console.width, _PLAIN_WIDE)  # what is cut off says nothing
     try:
         args.report.parent.mkdir(parents=True, exist_ok=True)
-        args.report.touch()
+        is_new = not args.report.exists()
+        args.report.open("a").close()  # what cannot be written is said now
+        if is_new:
+            args.report.unlink()
     except OSError as error:
         raise Trouble(f"--report {args.report}: {error.strerror}", code=2) from None
     runs = [Run(way, args.seconds) for way in _ways(args.policy) if not args.way or way.key in args.way]

@@ -243,10 +243,14 @@ class Claims:
         it up."""
         return self._pulse.time() > until - self.deadline + self._patience
 
+    def back_within(self, seconds: float) -> bool:
+        """The store has come back so lately that other replicas may not know."""
+        return self.clock() - self._back_at < seconds
+
     def was_late(self, until: float) -> bool:
         """The store was late or away a moment ago, to a turn of this `patience`: what it says now may be what others
         have given up and are about to take back."""
-        return self.kept_waiting(until) or self.clock() - self._back_at < _MOMENT
+        return self.kept_waiting(until) or self.back_within(_MOMENT)
 
     async def read(self, key: str) -> Claim | None:
         return await self._patient("get", lambda: self._store.get(key))

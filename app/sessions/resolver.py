@@ -120,6 +120,8 @@ class Resolver:
                     known = self._without_claim(known, placement)
                 if claims.state is StoreState.READ_ONLY:
                     return await self._without_store(key, known, placement)
+            if known is None and not placement.kept and claims.back_within(_DOUBT):
+                known = await self._served_elsewhere(key)  # by one that has not found the store back yet
             if known is not None and known.target.worker.known:
                 target, alone = known.target, known.alone
             elif placement.refusal is not None:
@@ -301,7 +303,7 @@ class Resolver:
         return claim, snapshot
 
     async def _served_elsewhere(self, key: str) -> Entry | None:
-        """Where another replica serves the session without a claim, while one stands that we had given up."""
+        """Where another replica serves the session without a claim."""
         target, _ = await self._peers.serving(key)
         if target is None:
             return None

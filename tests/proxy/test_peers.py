@@ -423,6 +423,30 @@ async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_se
     await inner.aclose()
 
 
+async def test_a_session_that_a_peer_serves_without_the_store_is_claimed_there_by_who_finds_it_back_first(
+    here: Replica, other: Other
+) -> None:
+    store = ScriptedStore(MemoryStore())
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    two = Replica(store, name="r2", peers=peers, policy=first_of("a"))
+    store.go_away()
+    await two.visit(key_of(1))  # which finds it away
+    await until(lambda: two.affinity.state is not StoreState.UP)
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP)
+    peers.update([other.peer()])
+    other.desk.known = Known(spot(here, "b"))
+    assert await two.visit() == ("b", "created")
+    claim = await store.get(KEY)
+    assert claim is not None
+    assert claim.value.served
+    other.desk.known = Known()
+    assert await two.visit(key_of(2)) == ("a", "created")
+    await two.affinity.aclose()
+    peers.close()
+    await store.aclose()
+
+
 @pytest.mark.parametrize(("serves", "worker"), [("", "a"), ("b", "b")])
 async def test_a_claim_that_was_made_late_stays_unless_a_peer_serves_the_session_elsewhere(
     here: Replica, other: Other, peers: Peers, serves: str, worker: str

@@ -282,7 +282,7 @@ class Nemesis:
         for _ in range(rng.randint(1, 3)):
             broken = rng.choice(["", '[[worker]]\nurl = "http', "\0" * 50, None])
             if broken is None:
-                self._deployment.source.unlink()
+                self._deployment.source.unlink(missing_ok=True)
             else:
                 self._deployment.write_source(broken)
             await self._wait(rng.uniform(0.1, 3.0))

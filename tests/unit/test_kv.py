@@ -337,7 +337,8 @@ def test_of_a_real_vllm_it_is_known_what_it_reports_as_cached(index: Index, run:
             whole = (len(step.prompt) - 1) // run.block_size * run.block_size  # the last token is always computed
             assert min(whole, engine.overlap(step.prompt, step.adapter, step.salt)) == step.cached, step.what
         for _, _, payload in step.frames:
-            for _ in engine.holdings.apply(read(payload), dead := []):
+            dead: list[Shelf] = []
+            for _ in engine.holdings.apply(read(payload), dead):
                 pass
             engine.sweep(dead)
     assert any(step.cached for step in run.steps)

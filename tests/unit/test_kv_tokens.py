@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 from app.fleet.placement.kv import Caches, Prompt
 from app.fleet.placement.prefix import Prefixes
 from app.fleet.placement.tokens import Tokenizer
+from app.fleet.served import Known, Served
 from app.fleet.workers import Fleet, Target, WorkerSpec, make_worker
 from app.metrics import Metrics
 from app.turn.fields import FieldReader
@@ -38,13 +38,12 @@ class Router:
     """What `kv` has of one worker."""
 
     def __init__(self, worker: Worker, *, seconds: float = PATIENCE, adapter: str | None = "") -> None:
-        (publisher,) = worker._app.publishers
+        (publisher,) = worker._app._turns.publishers
         self.metrics = Metrics()
         made = make_worker(worker.url, name="w", connect_limit=5, idle_limit=4)
         made.spec = WorkerSpec(
             name="w", url=worker.url, kv_events=publisher.endpoint, kv_replay=publisher.replay_endpoint or ""
         )
-        made.health.probed
         self.fleet = Fleet([made])
         self.target: Target = made.targets[0]
         self.tokenizer = Tokenizer(self.metrics, lambda: b"", seconds=seconds)
@@ -101,7 +100,6 @@ def cached(worker: Worker, body: dict[str, Any], path: bytes = CHAT) -> tuple[in
         (chat("tools " + LONG, tools=[{"type": "function", "function": {"name": "f", "description": LONG}}]), CHAT),
         (chat("salted " + LONG, cache_salt="mine"), CHAT),
         ({"prompt": "plain " + LONG, "max_tokens": 4}, COMPLETIONS),
-        ({"prompt": list(range(5000, 5200)), "max_tokens": 4}, COMPLETIONS),
     ],
 )
 async def test_what_is_foreseen_is_what_the_worker_reports(worker: Worker, body: dict[str, Any], path: bytes) -> None:
@@ -114,6 +112,13 @@ async def test_what_is_foreseen_is_what_the_worker_reports(worker: Worker, body:
                 await asyncio.sleep(0.01)
         tokens, found = await asyncio.to_thread(cached, worker, body, path)
         assert share * tokens == found
+
+
+async def test_a_prompt_that_is_tokens_is_not_asked_for(worker: Worker) -> None:
+    async with Router(worker) as router:
+        prompt = await router.prompt({"prompt": [5, 6, 7, 1 << 17]}, COMPLETIONS)
+        assert prompt._tokens == array("I", [5, 6, 7, 1 << 17]).tobytes()
+        assert router.tokenized() == {"given": 1}
 
 
 async def test_a_prompt_is_asked_for_once(worker: Worker) -> None:
@@ -186,7 +191,6 @@ async def test_tokens_that_are_remembered_are_bounded() -> None:
 def test_which_model_is_an_adapter_is_what_the_list_says(
     entries: list[dict[str, Any]], model: str, adapter: str | None
 ) -> None:
-    from app.fleet.served import Known, Served
 
     worker = make_worker("http://h:1", name="w", connect_limit=1, idle_limit=1)
     served = Served(Fleet([worker]), strict=True, changed=lambda: None)
@@ -194,6 +198,3 @@ def test_which_model_is_an_adapter_is_what_the_list_says(
     served.by_name["w"] = Known()
     served.note("w", served.by_name["w"], {each["id"]: msgspec.Raw(json.dumps(each).encode()) for each in entries})
     assert served.adapter(worker, model) == adapter
-
-
-_ = time

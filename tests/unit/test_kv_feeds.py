@@ -397,7 +397,7 @@ def test_where_workers_publish_may_stand_in_a_file_and_in_a_record() -> None:
     record = WorkerRecord(url=spec.url, kv_events=spec.kv_events, kv_replay=spec.kv_replay)
     same = decode_record(encode_record(record)).spec("w", "")
     assert (same.kv_events, same.kv_replay) == ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
-    with pytest.raises(ValueError, match="line 1: .*tcp://host:port"):
+    with pytest.raises(ValueError, match=r"line 1: .*tcp://host:port"):
         read_workers(text.replace("tcp://10.0.0.1:5557", "10.0.0.1:5557"))
     with pytest.raises(WorkerError, match="tcp://host:port"):
         WorkerRecord(url=spec.url, kv_replay="x").spec("w", "")

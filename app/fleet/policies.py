@@ -47,13 +47,13 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
         some = candidates.compared()
         load, _ = _usual(some)
         return min(some, key=lambda each: (_weight(each, load), each.placed))
-    return _first_with_room(candidates.walk(), candidates)
-
-
-def _first_with_room(walk: list[Target], candidates: Candidates[Target]) -> Target:
-    """The first of a walk that is below the bounds, else the least loaded."""
+    walk = candidates.walk()
     compared = candidates.beside(walk)
-    load, sessions = _usual(compared)
+    return _first_with_room(walk, compared, *_usual(compared))
+
+
+def _first_with_room(walk: list[Target], compared: Sequence[Target], load: float, sessions: float) -> Target:
+    """The first of a walk that is below the bounds, else the least loaded. `load`, `sessions`: the usual."""
     load_after, sessions_after = load + 1 / len(compared), sessions + 1 / len(compared)
     enough = ceil((1 + _MORE_LOAD) * load_after) + 1  # turns come and go: one more is chance
     many = max(ceil(sessions_after), floor((1 + _MORE_SESSIONS) * sessions_after))  # few fall evenly
@@ -115,8 +115,9 @@ def by_cache(candidates: Candidates[Target]) -> Target:
     if not name:
         return least_loaded(candidates)
     walk = candidates.walk(name)
-    other = _first_with_room(walk, candidates)
-    load, sessions = _usual(candidates.beside(walk))
+    compared = candidates.beside(walk)
+    load, sessions = _usual(compared)
+    other = _first_with_room(walk, compared, load, sessions)
 
     def above(target: Target) -> tuple[float, float]:
         """How much more than usual it has, in turns and in sessions."""

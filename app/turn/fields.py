@@ -73,10 +73,12 @@ class PromptFields(Fields):
 
     @property
     def said(self) -> Mapping[str, msgspec.Raw]:
-        found = {name: getattr(self, name) for name in self.__struct_fields__[_OTHERS:]}
-        return {
-            name: value for name, value in found.items() if isinstance(value, msgspec.Raw) and value not in _NOTHING
-        }
+        found = {}
+        for name in self.__struct_fields__[_OTHERS:]:
+            value = getattr(self, name)
+            if isinstance(value, msgspec.Raw) and len(value) and value != _NULL:
+                found[name] = value
+        return found
 
 
 class ExactPromptFields(PromptFields):
@@ -104,7 +106,7 @@ Prompts = Literal["no", "yes", "exactly"]
 """Whether what tells of the prompt is read of a body, and how it is rendered."""
 _FIELDS: dict[Prompts, type[Fields]] = {"no": Fields, "yes": PromptFields, "exactly": ExactPromptFields}
 _OTHERS = len(Fields.__struct_fields__)
-_NOTHING = (msgspec.Raw(), msgspec.Raw(b"null"))
+_NULL = msgspec.Raw(b"null")
 
 
 class Found(msgspec.Struct):

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 import zmq
 
+from app.fleet.discovery.file import read_workers
+from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.placement.feeds import Feed, Feeds, _places
 from app.fleet.placement.index import Index, links, root, token_bytes
 from app.fleet.workers import Fleet, Target, WorkerError, WorkerSpec, make_worker, worker_spec
@@ -383,3 +385,19 @@ def test_where_ranks_publish() -> None:
     for wrong in ("a:5557", "tcp://a", "http://a:1", "tcp://a:1/x", "tcp://a:x"):
         with pytest.raises(WorkerError, match="tcp://host:port"):
             worker_spec(f"http://a:1,kv-events={wrong}")
+
+
+def test_where_workers_publish_may_stand_in_a_file_and_in_a_record() -> None:
+    text = """[[worker]]
+    url = "http://10.0.0.1:1"
+    kv-events = "tcp://10.0.0.1:5557"
+    kv-replay = "tcp://10.0.0.1:5558"
+    """
+    (spec,) = read_workers(text)
+    record = WorkerRecord(url=spec.url, kv_events=spec.kv_events, kv_replay=spec.kv_replay)
+    same = decode_record(encode_record(record)).spec("w", "")
+    assert (same.kv_events, same.kv_replay) == ("tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558")
+    with pytest.raises(ValueError, match=r"line 1: .*tcp://host:port"):
+        read_workers(text.replace("tcp://10.0.0.1:5557", "10.0.0.1:5557"))
+    with pytest.raises(WorkerError, match="tcp://host:port"):
+        WorkerRecord(url=spec.url, kv_replay="x").spec("w", "")

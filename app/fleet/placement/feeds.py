@@ -127,10 +127,10 @@ class Feed:
 
     def _received(self, socket: Any) -> list[bytes] | None:
         try:
-            parts: list[bytes] = socket.recv_multipart(self._zmq.NOBLOCK)
+            frames: list[bytes] = socket.recv_multipart(self._zmq.NOBLOCK)
         except self._zmq.Again:
             return None
-        return parts
+        return frames
 
     # -- working
 

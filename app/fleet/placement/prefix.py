@@ -102,10 +102,12 @@ def _with(holders: tuple[Cache, ...], cache: Cache) -> tuple[Cache, ...]:
 class Prompt:
     """One request's prompt, as it is placed (`Foreseen`)."""
 
-    __slots__ = ("_foreseen", "_metrics", "_table", "_text", "_where")
+    __slots__ = ("_foreseen", "_found", "_metrics", "_table", "_text", "_where")
 
     def __init__(self, table: Prefixes, metrics: Metrics, text: Chained) -> None:
         self._table, self._metrics, self._text = table, metrics, text
+        self._found: dict[Target, int] | None = None
+        """Blocks that each target has, as was seen last."""
         self._foreseen = 0.0
         """What part of it was taken to be in the cache of where it goes."""
         self._where: Target | None = None
@@ -115,8 +117,9 @@ class Prompt:
         return False
 
     def shares(self) -> Mapping[Target, float]:
-        text = self._text
-        return {target: ENDS[blocks - 1] / text.size for target, blocks in self._table.find(text.hashes).items()}
+        size = self._text.size
+        self._found = found = self._table.find(self._text.hashes)
+        return {target: ENDS[blocks - 1] / size for target, blocks in found.items()}
 
     def name(self, beyond: float) -> str:
         text = self._text
@@ -128,7 +131,8 @@ class Prompt:
     def placed(self, target: Target) -> None:
         hashes = self._text.hashes
         if hashes:
-            known = self._table.find(hashes).get(target, 0)
+            found = self._table.find(hashes) if self._found is None else self._found
+            known = found.get(target, 0)
             self._foreseen = ENDS[known - 1] / self._text.size if known else 0.0
             self._where = target
             self._table.note(hashes, target)

@@ -110,6 +110,7 @@ class Catalog:
         self._clock, self._wall, self._rng = clock, wall, rng or random.Random()
         self._served = served = Served(fleet, strict=strict, changed=self._wake)
         self.serving, self.choices_with = served.serving, served.choices_with
+        self.prefilling = served.prefilling
         self.entries, self.models_of, self.refused = served.entries, served.models_of, served.refused
         self._wanted: list[tuple[str, asyncio.Future[None]]] = []
         """Who waits for a model."""
@@ -182,10 +183,16 @@ class Catalog:
         if among is None or among:
             return among
         if self._served.lists(model):
-            raise TurnError("no_worker", f"no worker that serves the model {shown(model)} is here")
+            raise TurnError("no_worker", f"{self._missing(model)} {shown(model)} is here")
         if self._served.open:
             return self._served.open
         raise TurnError("model_not_found", f"The model `{short(model)}` does not exist.", param="model")
+
+    def _missing(self, model: str) -> str:
+        """What is not here of a model that nobody can be given turns for."""
+        if self._fleet.prefilling and self._served.prefilling(model) != frozenset():
+            return "no worker that does more than prefill for the model"
+        return "no worker that serves the model"
 
     async def _look_for(self, model: str) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

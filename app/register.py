@@ -307,6 +307,7 @@ def beside_mocks(args: argparse.Namespace) -> Callable[[Mocks], AbstractAsyncCon
                 WorkerRecord(
                     url=url,
                     ranks=engine.worker.settings.dp_size if engine.worker.settings.dp_size > 1 else 0,
+                    phase=engine.worker.settings.phase,
                     incarnation=secrets.token_hex(6),
                     host=this_host(),
                 ),

@@ -154,6 +154,8 @@ class MockWorker(FastAPI):
         self._refuse = refuse
         for publisher in self._turns.publishers:
             publisher.serve(asyncio.get_running_loop())
+        if self._turns.handover is not None:
+            self._turns.handover.serve(asyncio.get_running_loop())
         for fault in self.settings.faults:
             self.order(msgspec.structs.replace(fault))
 
@@ -161,6 +163,8 @@ class MockWorker(FastAPI):
         """Its ports beside the one that it is served on are free again."""
         for publisher in self._turns.publishers:
             publisher.close()
+        if self._turns.handover is not None:
+            self._turns.handover.close()
 
     def _naming(self, send: Send) -> Send:
         async def named(message: Message) -> None:
@@ -252,9 +256,17 @@ class MockWorker(FastAPI):
 
         @self.get("/mock/state")
         async def state() -> Response:
-            return _json(
-                {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
-            )
+            said = {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
+            handover = self._turns.handover
+            if handover is not None:
+                said |= {
+                    "phase": self.settings.phase,
+                    "staged": len(handover.staged),
+                    "staged_blocks": handover.blocks,
+                    "fetched": handover.fetched,
+                    "expired": handover.expired,
+                }
+            return _json(said)
 
         @self.get("/mock/engine")
         async def engine() -> Response:

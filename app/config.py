@@ -260,6 +260,9 @@ class Sessions(_Group, title="sessions"):
     """Turns in flight at a target from which on it counts as overloaded; 0: never."""
     parent_slack: int = Field(16, ge=0)
     """A child session follows its parent unless that target has more turns than this above the least."""
+    prefill_from: int = Field(8192, ge=0)
+    """Bytes of a known session's request that are new where it is, from which on a worker with phase=prefill computes
+    its prompt; less goes whole to its worker with phase=decode; 0: no turn does."""
     hints: Literal["follow", "pass"] = "follow"
     """Placement hints of clients: followed here, or passed on unjudged (pass) to workers that are routers."""
     hint_conflict: Literal["override", "reject"] = "override"

@@ -177,7 +177,11 @@ class Handover:
             writer.close()
 
     def close(self) -> None:
-        self._socket.close()
+        """Also while its loop runs, which must know of it."""
+        for task in self._tasks:
+            task.cancel()
+        if not self._tasks:
+            self._socket.close()
 
     # -- where the answer is said
 

@@ -173,6 +173,11 @@ class Catalog:
         """The models that not every worker serves."""
         return self._served.partial
 
+    @property
+    def partly_prefilled(self) -> tuple[str, ...]:
+        """The models that not everybody serves who prefills."""
+        return self._served.partly_prefilled
+
     async def learn(self, model: str) -> frozenset[str] | None:
         """As `serving`, of a model that nobody is known to serve, once the workers were asked again, or after
         `_PATIENCE`. To be run in a task. Raises TurnError: `no_worker` when those that served it have left,

@@ -78,6 +78,10 @@ class Served:
         """The names of the workers that may prefill for a model, and take no turns; None: all that there are."""
         return self._prefilling.get(model)
 
+    @property
+    def partly_prefilled(self) -> tuple[str, ...]:
+        return tuple(self._prefilling)
+
     def lists(self, model: str) -> bool:
         """Somebody lists it, or did."""
         return model in self._serving

@@ -231,8 +231,8 @@ class Fleet:
         """How often a worker has come or gone."""
         self._limited = 0
         """How many of them have limits."""
-        self.prefilling = 0
-        """How many of them only prefill."""
+        self.prefilling = self.phased = 0
+        """How many of them only prefill, and have a phase at all."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
         self.choices_with: Callable[[str], Iterable[frozenset[str] | None]] = lambda name: (None,)
@@ -333,6 +333,7 @@ class Fleet:
         self.changes += 1
         self._limited += worker.limit > 0
         self.prefilling += not worker.takes_turns
+        self.phased += worker.phase != "both"
         self._look_after(worker)
 
     def _dismiss(self, worker: Worker | None) -> None:
@@ -340,6 +341,7 @@ class Fleet:
             self.changes += 1
             self._limited -= worker.limit > 0
             self.prefilling -= not worker.takes_turns
+            self.phased -= worker.phase != "both"
             worker.dismiss()
             worker.pool.close()
 

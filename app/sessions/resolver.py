@@ -39,6 +39,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
+import msgspec
+
 from app.errors import TurnError
 from app.fleet.naming import Naming
 from app.fleet.workers import Fleet, Target
@@ -198,7 +200,7 @@ class Resolver:
         known: Entry | None,
     ) -> tuple[Entry, str]:
         hinted = tuple(target for target in placement.candidates if target.worker.name not in lost)
-        elsewhere = Placement(hinted, among=placement.among, slot=placement.slot, full_too=placement.full_too)
+        elsewhere = msgspec.structs.replace(placement, candidates=hinted, parent=None, refusal=None, kept=False)
         if self._claims.state is not StoreState.UP or (known is not None and known.unreadable):
             return await self._without_store(key, None, elsewhere, lost, known)
         # One turn that finds several workers lost, one after the other, is one move.
@@ -429,7 +431,7 @@ class Resolver:
             # Should the answer come too late, the claim that the peer has made is where we have gone without it.
             with contextlib.suppress(TurnError):
                 at = (self._placer.by_hash(key, placement, lost),)
-        elif not at and placement.among is not None:
+        elif not at and (placement.among is not None or placement.prefill):
             at = tuple(self._placer.candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(
             Ask(

@@ -139,6 +139,14 @@ class Histogram:
         cell[bisect_left(self.bounds, value)] += 1
         cell[-1] += value
 
+    def observe_each(self, values: Iterable[tuple[Labels, float]]) -> None:
+        """Of one with labels: some at once."""
+        bounds, cells = self.bounds, self._cells
+        for labels, value in values:
+            cell = cells.get(labels) or self._cell(labels)
+            cell[bisect_left(bounds, value)] += 1
+            cell[-1] += value
+
     def observe_with(self, other: Histogram, value: float) -> None:
         """In both, which have the same bounds and no labels."""
         at = bisect_left(self.bounds, value)

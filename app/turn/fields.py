@@ -154,7 +154,8 @@ def with_model(body: bytes, said: str, model: str) -> bytes | None:
 def members(body: bytes) -> dict[str, msgspec.Raw] | None:
     """The values of the object that a body is, by their names, each as its bytes; None: it is none, or cannot be added
     to in place. Of equal names the last one counts."""
-    if json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+    usual = body[:1] == b"{" and body[1:2] not in (b"", b"\0")
+    if not usual and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
         return None
     try:
         return _decode_members(body)

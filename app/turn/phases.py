@@ -50,6 +50,7 @@ _ENOUGH = 64
 """Bytes of a stream that tell whether its first event is an error."""
 _is_error = re.compile(rb'\s*data:\s*\{\s*"error"\s*:').match
 _NOBODY: frozenset[str] = frozenset()
+_QUEUE, _PREFILL, _HANDOVER, _FIRST_TOKEN = (("queue",), ("prefill",), ("handover",), ("first_token",))
 _WAITED = ("cached", "stored")
 """How a turn came to its session's target where that may have the session's cache."""
 
@@ -102,6 +103,18 @@ class First:
     def on_failure(self, failure: AttemptFailed) -> None:
         self.failure = failure
         self.came.set()
+
+
+async def _whole(connection: WorkerConnection) -> bytes:
+    """The body of the answer whose head has come. Raises AttemptFailed."""
+    response = connection.response
+    if response.complete:
+        pieces, response.pieces = response.pieces, []
+        return b"".join(pieces)
+    whole = Whole(_MOST_ANSWER)
+    connection.relay(whole)
+    await whole.complete
+    return whole.body
 
 
 class PhasedTurn(Turn):
@@ -227,19 +240,19 @@ class PhasedTurn(Turn):
     async def _await_first(self, connection: WorkerConnection) -> None:
         """Wait for the beginning of an answer to a request with a hand-over. Raises HandoverLost where the turn can
         begin anew."""
+        response = connection.response
         first = First()
-        status = connection.response.status
-        if status < 300:
+        if response.status < 300 and not response.complete:
             connection.relay(first)
             await first.came
         self._first = True
         self._presence.raise_if_gone()
-        refused = status == 500 or _is_error(first.text) is not None
+        refused = response.status == 500 or _is_error(first.text) is not None
         if refused:
             self._shared.metrics.handover_failures.inc("refused")
         if not self._started_over and (refused or (first.failure is not None and not first.pieces)):
             raise HandoverLost(first.failure)
-        connection.response.pieces[:0] = first.pieces
+        response.pieces[:0] = first.pieces
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
         await super()._move(lost, failure)
@@ -293,7 +306,6 @@ class PhasedTurn(Turn):
             target = await self._decide(binding, lost)
             worker = target.worker
             slot = await self._slot_at(target)
-            whole = Whole(_MOST_ANSWER)
             self._prefilling = attempt = Attempt(target, presence, metrics, self._loop, slot)
             free = self._prefill_hint is None and (binding is None or binding.own)
             try:
@@ -302,8 +314,7 @@ class PhasedTurn(Turn):
                     connection = await connect(worker, presence, metrics)
                 began = self._loop.time()
                 await self._send(parts.prompt, attempt, connection)
-                connection.relay(whole)
-                await whole.complete
+                answer = await _whole(connection)
             except AttemptFailed as error:
                 presence.raise_if_gone()
                 blame(worker.health, error)
@@ -340,9 +351,9 @@ class PhasedTurn(Turn):
             self._prefilled_at = self._loop.time()
             self._prefill_s += self._prefilled_at - began
             if status >= 400:
-                await self._pass_on(status, headers, target, whole.body)
+                await self._pass_on(status, headers, target, answer)
             else:
-                self._take_over(parts, whole.body)
+                self._take_over(parts, answer)
             return
 
     async def _decide(self, binding: Binding | None, lost: frozenset[str]) -> Target:
@@ -440,10 +451,14 @@ class PhasedTurn(Turn):
         answer, metrics = self._answer, self._shared.metrics
         if answer is not None and answer.came and self._outcome == "completed":
             sent = self._request.sent_at
-            metrics.phase_seconds.observe(self._queued_s, ("queue",))
-            metrics.phase_seconds.observe(self._prefill_s, ("prefill",))
-            metrics.phase_seconds.observe(max(0.0, sent - self._prefilled_at), ("handover",))
-            metrics.phase_seconds.observe(max(0.0, self._began + answer.ttft - sent), ("first_token",))
+            metrics.phase_seconds.observe_each(
+                (
+                    (_QUEUE, self._queued_s),
+                    (_PREFILL, self._prefill_s),
+                    (_HANDOVER, max(0.0, sent - self._prefilled_at)),
+                    (_FIRST_TOKEN, max(0.0, self._began + answer.ttft - sent)),
+                )
+            )
 
     def _own_headers(self) -> list[Header]:
         prefill = self._prefill

@@ -164,15 +164,19 @@ async def phased(
     replicas: int = 2,
     dp: int = 0,
     mock: dict[str, Any] | None = None,
+    models: dict[str, tuple[str, ...]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Phased]:
-    """Workers p0, p1 …, d0, d1 …, b0 …; `mock`: more of their settings; `settings`: of each replica."""
+    """Workers p0, p1 …, d0, d1 …, b0 …; `mock`: more of their settings; `models`: what each serves by its name, which
+    is asked for then; `settings`: of each replica."""
     room = Phased()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(room.truth.aclose)
         for phase, count in (("prefill", prefill), ("decode", decode), ("both", both)):
             for number in range(count):
-                made = Mock(**{"name": f"{phase[0]}{number}", "phase": phase, "dp_size": dp or 1, **(mock or {})})
+                name = f"{phase[0]}{number}"
+                serves = {} if models is None else {"models": models[name]}
+                made = Mock(**{"name": name, "phase": phase, "dp_size": dp or 1, **serves, **(mock or {})})
                 room.mocks[made.name] = made
                 stack.push_async_callback(made.stop)
                 await made.start()
@@ -180,7 +184,8 @@ async def phased(
         named = tuple(f"{each.url},name={each.name},phase={each.phase}{ranks}" for each in room.mocks.values())
         for number in range(replicas):
             store = ScriptedStore(room.truth, stamps=True)
-            values = {"claims": "memory://", "replica": f"r{number}", "probe_path": "off", "models_interval": 0}
+            values: dict[str, Any] = {"claims": "memory://", "replica": f"r{number}", "probe_path": "off"}
+            values["models_interval"] = 0 if models is None else 30
             made_settings = Settings.flat(**{"worker": named, "prefill_from": 0, **values, **settings})
             app = create_app(made_settings, store=store)
             await stack.enter_async_context(app.router.lifespan_context(app))

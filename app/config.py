@@ -40,7 +40,7 @@ from pydantic_settings import (
 
 from app.fleet.discovery.urls import check_sources
 from app.fleet.policies import POLICIES
-from app.fleet.workers import worker_specs
+from app.fleet.workers import lacking_phase, worker_specs
 from app.http.origins import Origins
 from app.http.tls import server_context
 from app.listening import Place, read_peer_address, read_place, read_socket_path
@@ -156,7 +156,8 @@ class Listen(_Group, title="listening"):
 
 class Workers(_Group, title="workers"):
     worker: Annotated[Texts, Spoken("URL"), usable(worker_specs)] = ()
-    """A worker, as URL[,name=NAME][,dp=RANKS]; repeatable (in a variable: separated by spaces)."""
+    """A worker, as URL[,name=NAME][,dp=RANKS][,phase=PHASE] (prefill, decode, or both, which is the default);
+    repeatable (in a variable: separated by spaces)."""
     workers_from: Annotated[Texts, Spoken("URL"), usable(check_sources)] = ()
     """Where other workers are found: file:///path.toml, dns://name:port, dns+srv://name, or the claims URL where they
     register; without any, and without a worker: at claims; repeatable (in a variable: separated by spaces)."""
@@ -263,6 +264,9 @@ class Sessions(_Group, title="sessions"):
     """Turns in flight at a target from which on it counts as overloaded; 0: never."""
     parent_slack: int = Field(16, ge=0)
     """A child session follows its parent unless that target has more turns than this above the least."""
+    prefill_from: int = Field(8192, ge=0)
+    """Bytes of a known session's request that are new where it is, from which on a worker with phase=prefill computes
+    its prompt; less goes whole to its worker with phase=decode; 0: no turn does."""
     hints: Literal["follow", "pass"] = "follow"
     """Placement hints of clients: followed here, or passed on unjudged (pass) to workers that are routers."""
     hint_conflict: Literal["override", "reject"] = "override"
@@ -419,6 +423,8 @@ class Settings(_Group):
         if self.listen.processes > 1 and store.claims.startswith("memory:"):
             why = "several processes cannot share memory; use file:///dir or etcd://host:2379/..."
             raise RelationError("processes", "claims", why)
+        if not workers.workers_from and (lacking := lacking_phase(worker_specs(workers.worker))):
+            raise RelationError("worker", "workers_from", f"there are {lacking}")
         if store.store_deadline >= store.session_ttl:
             why = "a claim would expire while it is being made; the deadline must be below the TTL"
             raise RelationError("store_deadline", "session_ttl", why)

@@ -63,6 +63,7 @@ TABLE: dict[str, ErrorShape] = {
     "workers_died": ErrorShape(502, _SERVER, retry=False),
     "worker_bad_response": ErrorShape(502, _SERVER, retry=False),
     "worker_timeout": ErrorShape(504, _SERVER, retry=False),
+    "bad_handover": ErrorShape(502, _SERVER, retry=False),
     # after the head (inside the stream)
     "worker_stream_broken": ErrorShape(502, _SERVER),
     "worker_stalled": ErrorShape(504, _SERVER),

@@ -64,6 +64,9 @@ from app.turn.access import AccessLog
 from app.turn.fields import Prompts, parse_aliases
 from app.turn.models import Models, OneModel
 from app.turn.paths import Kind, Paths
+from app.turn.phases import PhasedTurn
+from app.turn.prefills import Phases, Prefills
+from app.turn.releases import Releases
 from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
 from app.turn.tracing import Tracing, open_tracing
@@ -118,6 +121,7 @@ class Router(ControlPlane):
     the client's protocol (`app/http/client.py`) and never come here."""
 
     turns: Turns
+    phases: Phases
     one_model: OneModel
     paths: Paths
     origins: Origins | None
@@ -278,8 +282,14 @@ def create_app(
 
     def fleet_changed() -> None:
         catalog.fleet_changed()
-        if app.claims is not None and app.reading.has_ranks != app.has_ranks():
+        if app.claims is None:
+            return
+        if app.reading.has_ranks != app.has_ranks():
             app.read_anew()
+        shared = app.turns.shared
+        if (shared.phases is None) == (fleet.phased > 0):
+            phases = app.phases if fleet.phased else None
+            app.turns.share(msgspec.structs.replace(shared, phases=phases))
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -333,24 +343,35 @@ def create_app(
                     loop=asyncio.get_running_loop(),
                     rng=random.Random(),
                 )
+            rejects = settings.sessions.hint_conflict == "reject"
+            routing = Routing(
+                fleet=fleet,
+                policy=policy,
+                affinity=app.affinity,
+                hasher=hasher,
+                metrics=metrics,
+                catalog=catalog,
+                admins=admins_of_turns,
+                foresight=foresight,
+                rules=Rules(
+                    soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
+                    reject_conflicts=rejects,
+                ),
+            )
+            prefills = Prefills(
+                fleet=fleet,
+                policy=policy,
+                affinity=app.affinity,
+                routing=routing,
+                least_new=settings.sessions.prefill_from,
+                reject_conflicts=rejects,
+            )
+            app.phases = Phases(prefills, Releases(fleet, metrics))
             app.turns = Turns(
                 Shared(
                     fleet=fleet,
                     reading=app.reading,
-                    routing=Routing(
-                        fleet=fleet,
-                        policy=policy,
-                        affinity=app.affinity,
-                        hasher=hasher,
-                        metrics=metrics,
-                        catalog=catalog,
-                        admins=admins_of_turns,
-                        foresight=foresight,
-                        rules=Rules(
-                            soft_overload=settings.sessions.overload if settings.sessions.affinity == "soft" else 0,
-                            reject_conflicts=settings.sessions.hint_conflict == "reject",
-                        ),
-                    ),
+                    routing=routing,
                     metrics=metrics,
                     limits=turn_limits(settings),
                     capacity=app.capacity,
@@ -358,7 +379,9 @@ def create_app(
                     tracing=tracing,
                     access=access,
                     own_headers=((b"x-coatcheck-replica", quote(settings.store.replica, safe=_VISIBLE).encode()),),
-                )
+                    phases=app.phases if fleet.phased else None,
+                ),
+                PhasedTurn,
             )
             app.replicas = Replicas(
                 claims.registry,
@@ -403,6 +426,7 @@ def create_app(
                 stack.callback(gathered.cancel)
             stack.callback(peers.close)
             stack.push_async_callback(app.affinity.aclose)
+            stack.push_async_callback(app.phases.releases.aclose)
             app.replicas.start()
             stack.push_async_callback(app.replicas.aclose)
             looking = asyncio.create_task(app.overview.run())

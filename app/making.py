@@ -83,6 +83,7 @@ def worker_maker(settings: Callable[[], Settings], tls: Tls | None = None) -> Ca
             spec.url,
             name=spec.name,
             ranks=spec.ranks,
+            phase=spec.phase,
             max_turns=settings().workers.max_turns,
             tls=tls,
             tls_name=spec.tls_name,

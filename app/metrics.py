@@ -34,8 +34,12 @@ NoId = Literal["template", "nothing"]
 NO_IDS: tuple[NoId, ...] = get_args(NoId)
 PEER_CALLS = ("where", "bind", "close", "closed", "ended", "moved")
 PEER_OUTCOMES = ("ok", "failed", "late")
+PHASE_TURNS = ("two_phases", "little_new", "one_worker", "path", "body")
+PHASE_PARTS = ("queue", "prefill", "handover", "first_token")
+HANDOVER_FAILURES = ("missing", "malformed", "refused")
+RELEASE_OUTCOMES = ("ok", "failed")
 PARENT_OUTCOMES = ("followed", "passed_over", "unknown")
-RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy")
+RETRY_REASONS = ("worker_unreachable", "stale_connection", "worker_died", "worker_busy", "handover_lost")
 SESSION_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -143,6 +147,14 @@ class Histogram:
         cell = self._cells.get(labels) or self._cell(labels)
         cell[bisect_left(self.bounds, value)] += 1
         cell[-1] += value
+
+    def observe_each(self, values: Iterable[tuple[Labels, float]]) -> None:
+        """Of one with labels: some at once."""
+        bounds, cells = self.bounds, self._cells
+        for labels, value in values:
+            cell = cells.get(labels) or self._cell(labels)
+            cell[bisect_left(bounds, value)] += 1
+            cell[-1] += value
 
     def observe_with(self, other: Histogram, value: float) -> None:
         """In both, which have the same bounds and no labels."""
@@ -331,6 +343,27 @@ class Metrics:
             "coatcheck_tokenized",
             "Prompts that were to be made tokens for the policy kv, by what came of it.",
             {"outcome": TOKENIZED},
+        )
+        self.phase_turns = Counter(
+            "coatcheck_phase_turns",
+            "Turns in a fleet with phases, by how they went: in two phases, or why whole to one worker.",
+            {"how": PHASE_TURNS},
+        )
+        self.phase_seconds = Histogram(
+            "coatcheck_phase_seconds",
+            "What the time to the first token of turns in two phases is made of, of completed ones.",
+            _SECONDS,
+            {"part": PHASE_PARTS},
+        )
+        self.handover_failures = Counter(
+            "coatcheck_handover_failures",
+            "Hand-overs that a prefill worker did not give, or a decode worker could not use, by kind.",
+            {"kind": HANDOVER_FAILURES},
+        )
+        self.handovers_released = Counter(
+            "coatcheck_handovers_released",
+            "Hand-overs of turns that did not go on, sent to a decode worker so that what was staged is freed.",
+            {"outcome": RELEASE_OUTCOMES},
         )
         self.queue_seconds = Histogram(
             "coatcheck_queue_seconds", "How long turns waited for a slot, of those that waited and got one.", _SECONDS

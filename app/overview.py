@@ -272,6 +272,7 @@ class Overview:
             "queued": worker.queued,
             "limit": worker.limit,
             "ranks": len(worker.targets) if worker.targets[0].rank is not None else 0,
+            "phase": worker.phase,
             "sessions": _sessions(worker),
             "sessions_here": sum(target.sessions for target in worker.targets),
             "errors_per_minute": figures.errors,

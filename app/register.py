@@ -254,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
         raise Trouble(str(error), code=2) from None
     except OSError as error:
         raise Trouble(f"--worker-api-key-file {args.worker_api_key_file}: {error.strerror}", code=2) from None
-    record = WorkerRecord(url=url, ranks=args.dp, labels=dict(args.label), host=this_host())
+    record = WorkerRecord(url=url, ranks=args.dp, phase=args.phase, labels=dict(args.label), host=this_host())
     try:
         asyncio.run(_until_stopped(args.to, name, record, asked, checked_key(key) if key else "", args))
     except StoreConfigurationError as error:
@@ -307,6 +307,7 @@ def beside_mocks(args: argparse.Namespace) -> Callable[[Mocks], AbstractAsyncCon
                 WorkerRecord(
                     url=url,
                     ranks=engine.worker.settings.dp_size if engine.worker.settings.dp_size > 1 else 0,
+                    phase=engine.worker.settings.phase,
                     incarnation=secrets.token_hex(6),
                     host=this_host(),
                 ),

@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="NAME", help="the worker's name. Default: made of the URL, as routers do")
     parser.add_argument("--dp", type=_ranks, default=0, metavar="RANKS", help="its data-parallel ranks. Default: none")
     parser.add_argument(
+        "--phase", choices=("both", "prefill", "decode"), default="both", help="what it does of a turn. Default: both"
+    )
+    parser.add_argument(
         "--label", action="append", default=[], type=_label, metavar="KEY=VALUE", help="said of it; repeatable"
     )
     parser.add_argument("--ttl", type=_seconds, default=_TTL, metavar="SECONDS", help="%(default)g: the record's life")

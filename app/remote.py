@@ -267,6 +267,7 @@ def _workers(args: argparse.Namespace, ask: Ask) -> None:
         "turns": "turns",
         "in_flight": "in flight",
         "ranks": "ranks",
+        "phase": "phase",
         "sessions": "sessions",
         "connections": "connections",
         "errors_per_minute": "errors/min",

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import uvicorn
@@ -22,11 +22,12 @@ import uvloop
 from mocker.engine.profile import Profile, load, names, resized
 from mocker.faults import Fault
 from mocker.server import MockWorker, create_mock
-from mocker.settings import KvEvents, MockSettings
+from mocker.settings import KvEvents, KvTransfer, MockSettings, Phase
 
 STOP_GRACE = 0.5
 """Seconds that running turns get to end by themselves when the workers stop."""
 
+_TRANSFER = KvTransfer()
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(MockSettings)}
 
 
@@ -87,6 +88,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="order this at start (see /mock/faults); repeatable",
     )
     _add_engine(parser)
+    _add_phase(parser)
+
+
+def _add_phase(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("phases")
+    group.add_argument(
+        "--phase",
+        choices=get_args(Phase),
+        default=_DEFAULTS["phase"],
+        help="of a turn; for one it hands blocks over as vLLM's NIXL connector does (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-lease-s",
+        type=_seconds,
+        default=_TRANSFER.lease_s,
+        help="keep what nobody fetches (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-gb-s", type=_seconds, default=_TRANSFER.gb_s, help="10^9 bytes a second to another (default: %(default)s)"
+    )
+    group.add_argument(
+        "--kv-recompute", action="store_true", help="compute anew what cannot be fetched, which fails by default"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -260,6 +284,8 @@ def _settings(args: argparse.Namespace, port: int, index: int) -> MockSettings:
         speed=args.speed,
         startup_s=args.startup_s,
         kv_events=_kv_events(args, index),
+        phase=args.phase,
+        transfer=KvTransfer(host=args.host, lease_s=args.kv_lease_s, gb_s=args.kv_gb_s, recompute=args.kv_recompute),
         faults=tuple(args.fault),
     )
 

@@ -11,7 +11,9 @@ from typing import Annotated, Literal
 import msgspec
 from starlette.types import Message, Send
 
-Mode = Literal["status", "hang", "reset", "slow", "cut", "fail", "drop", "crash", "freeze", "load", "refuse"]
+Mode = Literal[
+    "status", "hang", "reset", "slow", "cut", "fail", "drop", "handover", "crash", "freeze", "load", "refuse"
+]
 AT_ONCE = ("freeze", "load", "refuse")
 """What befalls the worker as soon as it is ordered, and no request."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -34,6 +36,8 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     - `fail`: say after `after_tokens` tokens (in place of the end at the latest) in the API's own way that the answer
       failed, and end. What does not stream is answered with 500.
     - `drop`: answer, and then close the connection without having said that it will be.
+    - `handover`: what is said of the blocks that stay for another worker is not said (`how`: `missing`), lacks a part
+      (`malformed`), or leads to what is gone already (`gone`).
     - `crash`: reset the connections of all running turns and lose what is cached, as when the process has died; what is
       asked in the next `seconds` is answered as while loading.
 
@@ -53,6 +57,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     after_events: Count = 0
     middle: bool = True
     then: Literal["close", "reset", "end"] = "close"
+    how: Literal["missing", "malformed", "gone"] = "missing"
     ttft_ms: Milliseconds | None = None
     itl_ms: Milliseconds | None = None
     end_ms: Milliseconds = 0

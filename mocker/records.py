@@ -9,6 +9,7 @@ from typing import Literal, Self
 import msgspec
 
 Outcome = Literal["running", "completed", "aborted"]
+Handed = Literal["staged", "fetched", "anew", "failed"]
 
 
 class Turn(msgspec.Struct, kw_only=True):
@@ -37,6 +38,11 @@ class Turn(msgspec.Struct, kw_only=True):
     api_key: str | None
     fault: str | None = None
     """The mode of the injected fault, if there was one."""
+    handover: Handed | None = None
+    """What became of a prompt's blocks that go from one worker to another: `staged` here; or `fetched` from there,
+    computed `anew`, or `failed` to come."""
+    blocks: int = 0
+    """So many, that were staged or fetched."""
 
 
 class Call(msgspec.Struct, kw_only=True):

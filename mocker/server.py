@@ -40,12 +40,12 @@ class MockWorker(FastAPI):
     def __init__(self, settings: MockSettings) -> None:
         super().__init__(title=settings.name, openapi_url=None)
         self.settings = settings
-        self._turns = turns.TurnService(settings)
+        self.turns = turns.TurnService(settings)
         self._name_header = (turns.NAME_HEADER.encode(), settings.name.encode())
         self._asleep = False
         self._refuse: Callable[[float], None] = lambda seconds: None
         self._calls: deque[Call] = deque(maxlen=settings.history)
-        service = self._turns
+        service = self.turns
         self._serve_api()
         self._serve_management()
         self.include_router(kept.routes(service.responses, service.new_id, service.answer_now, service.pace.ttft))
@@ -54,13 +54,13 @@ class MockWorker(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
-        if self._turns.metronome.held and not path.startswith("/mock/"):
-            await self._turns.metronome.until(0)
-        if scope["type"] == "http" and path in self._turns.apis:
-            await self._turns(scope, receive, send)
-        elif scope["type"] == "http" and not self._turns.loaded and not path.startswith("/mock/"):
+        if self.turns.metronome.held and not path.startswith("/mock/"):
+            await self.turns.metronome.until(0)
+        if scope["type"] == "http" and path in self.turns.apis:
+            await self.turns(scope, receive, send)
+        elif scope["type"] == "http" and not self.turns.loaded and not path.startswith("/mock/"):
             await self._suffer(Fault(mode="load"), scope, receive, send, self._naming(send))
-        elif scope["type"] == "http" and path in _PROBED and (fault := self._turns.faults.of_probes()) is not None:
+        elif scope["type"] == "http" and path in _PROBED and (fault := self.turns.faults.of_probes()) is not None:
             await self._suffer(fault, scope, receive, send, self._naming(send))
         elif scope["type"] != "http" or path in _PROBED or path.startswith("/mock/"):
             await super().__call__(scope, receive, self._naming(send))
@@ -71,7 +71,7 @@ class MockWorker(FastAPI):
         """Record it, and let it suffer the fault that is ordered."""
         headers = turns.read_headers(scope)
         named_by, session = identity.of_headers(headers) or (None, None)
-        fault = self._turns.faults.take()
+        fault = self.turns.faults.take()
         call = Call(
             start=time.time(),
             method=scope["method"],
@@ -94,7 +94,7 @@ class MockWorker(FastAPI):
         answer = send if fault is None else FaultySend(send, fault)
         named = self._naming(noting)
         try:
-            self._turns.authorise(scope["path"], headers)
+            self.turns.authorise(scope["path"], headers)
         except RequestError as error:
             await _shaped(scope["path"], error)(scope, receive, named)
         else:
@@ -109,9 +109,9 @@ class MockWorker(FastAPI):
                 case Fault(mode="fail"):
                     raise turns.ordered(500)
                 case Fault(mode="load"):
-                    self._turns.check_loaded()
+                    self.turns.check_loaded()
                 case Fault(mode="crash", seconds=seconds):
-                    self._turns.crash(seconds)
+                    self.turns.crash(seconds)
                     reset_connection(send)
                     await left_within(receive, None)
                     return
@@ -131,36 +131,40 @@ class MockWorker(FastAPI):
 
     @property
     def running_turns(self) -> int:
-        return self._turns.log.active
+        return self.turns.log.active
 
     def reset_running_turns(self) -> None:
         """Reset the connections of all running turns, which are recorded as aborted. For a quick stop."""
-        self._turns.reset_running()
+        self.turns.reset_running()
 
     def order(self, fault: Fault) -> None:
         """For the requests to come; or, where it is the worker's own, from now on."""
         match fault:
             case Fault(mode="freeze", seconds=seconds):
-                self._turns.metronome.hold(seconds)
+                self.turns.metronome.hold(seconds)
             case Fault(mode="load", seconds=seconds):
-                self._turns.load(seconds)
+                self.turns.load(seconds)
             case Fault(mode="refuse", seconds=seconds):
                 self._refuse(seconds)
             case _:
-                self._turns.faults.order(fault)
+                self.turns.faults.order(fault)
 
     def started(self, refuse: Callable[[float], None]) -> None:
         """It is being served from now on, in the running loop. `refuse` has new connections refused for so long."""
         self._refuse = refuse
-        for publisher in self._turns.publishers:
+        for publisher in self.turns.publishers:
             publisher.serve(asyncio.get_running_loop())
+        if self.turns.handover is not None:
+            self.turns.handover.serve(asyncio.get_running_loop())
         for fault in self.settings.faults:
             self.order(msgspec.structs.replace(fault))
 
     def close(self) -> None:
         """Its ports beside the one that it is served on are free again."""
-        for publisher in self._turns.publishers:
+        for publisher in self.turns.publishers:
             publisher.close()
+        if self.turns.handover is not None:
+            self.turns.handover.close()
 
     def _naming(self, send: Send) -> Send:
         async def named(message: Message) -> None:
@@ -172,23 +176,23 @@ class MockWorker(FastAPI):
 
     def _serve_api(self) -> None:
         created = int(time.time())
-        adapters = self._turns.adapters
+        adapters = self.turns.adapters
 
         def described(model: str) -> dict[str, Any]:
             return {"id": model, "object": "model", "created": created, "owned_by": "mocker"}
 
         @self.get("/v1/models")
         async def list_models(request: Request) -> Response:
-            self._turns.authorise(request.url.path, request.headers)
+            self.turns.authorise(request.url.path, request.headers)
             return _json({"object": "list", "data": [described(each) for each in (*self.settings.models, *adapters)]})
 
         @self.get("/v1/models/{model:path}/ready")
         async def ready(model: str) -> Response:
-            return _json({"name": self._turns.check_model(model), "ready": True})
+            return _json({"name": self.turns.check_model(model), "ready": True})
 
         @self.get("/v1/models/{model:path}")
         async def retrieve_model(model: str) -> Response:
-            return _json(described(self._turns.check_model(model)))
+            return _json(described(self.turns.check_model(model)))
 
         @self.get("/health")
         async def health() -> Response:
@@ -196,11 +200,11 @@ class MockWorker(FastAPI):
 
         @self.get("/metrics")
         async def engine_metrics() -> Response:
-            return Response(metrics.exposition(self._turns), media_type="text/plain; version=0.0.4")
+            return Response(metrics.exposition(self.turns), media_type="text/plain; version=0.0.4")
 
     def _serve_management(self) -> None:
         """Paths that change a worker. Adapters and sleep are remembered; the rest only leaves its record."""
-        service = self._turns
+        service = self.turns
 
         @self.post("/v1/load_lora_adapter")
         async def load_adapter(request: Request) -> Response:
@@ -248,17 +252,25 @@ class MockWorker(FastAPI):
             return _json({"status": "ok"})
 
     def _serve_mock_api(self) -> None:
-        log, cache, faults = self._turns.log, self._turns.cache, self._turns.faults
+        log, cache, faults = self.turns.log, self.turns.cache, self.turns.faults
 
         @self.get("/mock/state")
         async def state() -> Response:
-            return _json(
-                {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
-            )
+            said = {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
+            handover = self.turns.handover
+            if handover is not None:
+                said |= {
+                    "phase": self.settings.phase,
+                    "staged": len(handover.staged),
+                    "staged_blocks": handover.blocks,
+                    "fetched": handover.fetched,
+                    "expired": handover.expired,
+                }
+            return _json(said)
 
         @self.get("/mock/engine")
         async def engine() -> Response:
-            return _json({"ranks": metrics.state(self._turns)})
+            return _json({"ranks": metrics.state(self.turns)})
 
         @self.get("/mock/turns")
         async def list_turns(session: str | None = None) -> Response:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from mocker.engine.profile import Profile
 from mocker.faults import Fault
+
+Phase = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,23 @@ class KvEvents:
     topic: str = ""
     old: bool = False
     """Events are arrays, as before vLLM 0.24."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvTransfer:
+    """How a worker hands blocks over, and fetches them (`handover`)."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Of the side channel; 0: any."""
+    lease_s: float = 30.0
+    """Seconds that what nobody fetches stays staged, vLLM's default."""
+    token_bytes: int = 131_072
+    """Of the cache of one token: Llama 3.1 8B's."""
+    gb_s: float = 25.0
+    """10^9 bytes a second between workers."""
+    recompute: bool = False
+    """A prompt whose blocks cannot be fetched is computed anew; else its request fails (vLLM's default)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +74,10 @@ class MockSettings:
     startup_s: float | None = None
     """Seconds of its time in which it answers 503, since its model is being loaded; None: as the profile says."""
     kv_events: KvEvents | None = None
+    phase: Phase = "both"
+    """What it does of a turn. A worker for one phase has a KV connector, which can hand over and fetch."""
+    transfer: KvTransfer = KvTransfer()
+    """Of such a worker."""
     faults: tuple[Fault, ...] = ()
     """Ordered as soon as it is served."""
 
@@ -89,5 +113,9 @@ class MockSettings:
             raise ValueError("startup_s must be a number of seconds, 0 or more")
         if self.kv_events is not None and self.profile is None:
             raise ValueError("KV events need a profile: without one there are no blocks")
+        if self.phase != "both" and self.profile is not None:
+            raise ValueError("a phase is played without an engine: leave the profile out")
+        if min(self.transfer.lease_s, self.transfer.gb_s, self.transfer.token_bytes) <= 0:
+            raise ValueError("lease_s, gb_s and token_bytes must be more than 0")
         if self.api_key == "":
             raise ValueError("api_key must not be empty")

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sse_starlette import EventSourceResponse
 from starlette.types import Receive, Scope, Send
@@ -22,11 +23,12 @@ from mocker.engine.scheduler import QueueFull, TooLong
 from mocker.events import publishers_of
 from mocker.faults import Fault, Faults, FaultySend, reset_connection
 from mocker.flow import Computed, Flow, Paced
+from mocker.handover import Handover, NotFetched, asks_for_decode, names_blocks
 from mocker.records import Recording, Turn, TurnLog
 from mocker.responses import ResponseAnswer, Responses
 from mocker.settings import MockSettings
 from mocker.voice import Completion, Voice
-from mocker.waiting import Metronome, Pace, left_now, left_within
+from mocker.waiting import Metronome, Pace, left_before, left_now, left_within
 from mocker.wire import Answer, Ask, Finish, RequestError, Usage
 
 RANK_HEADER = "x-data-parallel-rank"
@@ -80,6 +82,10 @@ class TurnService:
             "/v1/responses": Api(self.responses.parse),
             **{path: Api(parse) for path, parse in outside.PARSERS.items()},
         }
+        self.handover: Handover | None = None
+        """None: it has no KV connector, and passes over what is said of other workers' blocks."""
+        if settings.phase != "both":
+            self.handover = Handover(settings.transfer, random.Random(f"{settings.seed}/{settings.name}/handover"))
         self._senders: set[Send] = set()
         self._ids = random.Random(f"{settings.seed}/{settings.name}")
 
@@ -140,6 +146,8 @@ class TurnService:
         for rank in self.ranks:
             rank.restart()
         self.cache.clear()
+        if self.handover is not None:
+            self.handover.restart()
         self.reset_running()
         self.load(seconds)
 
@@ -205,6 +213,10 @@ class TurnService:
             raise RequestError(503, str(error), code="queue_full", headers={"retry-after": "1"}) from error
         except TooLong as error:
             raise RequestError(400, str(error), code="context_length_exceeded") from error
+
+    def next_step(self) -> Flow:
+        """Of a turn whose prompt need not be computed."""
+        return Paced(self.metronome, self.clock, Pace(self.pace.itl, self.pace.itl))
 
     def length(self, ask: Ask) -> tuple[int, Finish]:
         """How many tokens each choice of the answer has, and why it ends there."""
@@ -338,6 +350,16 @@ class _RunningTurn:
                     self._remember()
 
     async def _generate_whole(self, answer: Answer) -> None:
+        if self._ask.transfer:
+            fetching = asyncio.create_task(self._fetch())
+            if await left_before(self._receive, _ended(fetching)):
+                fetching.cancel()
+                return
+            try:
+                fetching.result()
+            except RequestError as refusal:
+                await self._refuse(refusal)
+                return
         if not await self._due(self._tokens):
             return
         if self._fails:
@@ -347,8 +369,42 @@ class _RunningTurn:
             return
         self._turn.completion_tokens = self._tokens * self._ask.choices
         body = answer.whole([each.text() for each in self._completions], self._finish, self._usage())
+        if self._service.handover is not None and asks_for_decode(self._ask.transfer):
+            body = body[:-1] + b',"kv_transfer_params":' + wire.encode(self._stage(self._service.handover)) + b"}"
         await self._service.reply(self._send, 200, body)
         self._complete()
+
+    def _stage(self, handover: Handover) -> dict[str, Any] | None:
+        """What is said of the prompt's blocks, which stay for another worker."""
+        turn, fault = self._turn, self._fault
+        how = fault.how if fault is not None and fault.mode == "handover" else None
+        if how == "missing":
+            return None
+        said = handover.stage(turn.request_id or self._service.new_id(), turn.prompt_tokens)
+        turn.handover, turn.blocks = "staged", sum(map(len, said["remote_block_ids"]))
+        if how is not None:
+            handover.forget(said)
+        if how == "malformed":
+            del said["remote_engine_id"]
+        return said
+
+    async def _fetch(self) -> None:
+        """Have the blocks that another worker has computed, if the request names some. Raises RequestError."""
+        handover, params, turn = self._service.handover, self._ask.transfer, self._turn
+        if handover is None or not params or not params.get("do_remote_prefill"):
+            return
+        turn.handover = "anew"
+        if not names_blocks(params):
+            return
+        try:
+            turn.blocks = await asyncio.shield(handover.fetch(params))
+        except NotFetched as error:
+            if not self._service.settings.transfer.recompute:
+                turn.handover = "failed"
+                raise RequestError(500, "Internal server error", code="internal_error") from error
+        else:
+            turn.handover = "fetched"
+            self._flow = self._service.next_step()
 
     async def _stream(self, scope: Scope, events: AsyncIterator[bytes]) -> None:
         """sse-starlette begins and ends the response and watches for the client's leaving."""
@@ -363,8 +419,13 @@ class _RunningTurn:
         """
         fault, send, receive = self._fault, self._send, self._receive
         last, choices, turn = self._last, self._ask.choices, self._turn
-        token = self._flow.token
         reset = min(fault.after_tokens, last) if fault is not None and fault.mode == "reset" else -1
+        try:
+            await self._fetch()
+        except RequestError as error:
+            yield answer.failed(error)
+            return
+        token = self._flow.token
         steps = self._steps(answer)
         for place in range(last + 1):
             await token(place)
@@ -460,6 +521,10 @@ class _RunningTurn:
             for completion in self._completions:
                 held = self._ask.prompt + completion.text(said).encode()
                 self._service.cache.remember(session, turn.model, turn.rank, held)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
 
 
 def ordered(status: int, headers: Mapping[str, str] = _NO_HEADERS) -> RequestError:

@@ -110,6 +110,8 @@ class Ask:
     """The session, as the body says it."""
     salt: str = ""
     """Prompts with another share no blocks with it."""
+    transfer: dict[str, Any] | None = None
+    """vLLM's `kv_transfer_params`."""
     reads: bool = True
     """The model is needed for it; False: only its tokens are counted."""
 
@@ -135,6 +137,7 @@ class _Generation(msgspec.Struct, kw_only=True):
     prompt_cache_key: Any = None
     metadata: Any = None
     cache_salt: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _Chat(_Generation, kw_only=True):
@@ -233,6 +236,7 @@ def _ask(request: _Generation, prompt: bytes, shape: AnswerShape) -> Ask:
         stream=bool(request.stream),
         named=identity.of_body(request.prompt_cache_key, request.metadata),
         salt=request.cache_salt or "",
+        transfer=request.kv_transfer_params,
     )
 
 

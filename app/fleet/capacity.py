@@ -278,7 +278,7 @@ class Capacity:
         for tenant in self._queue:
             for choice in tenant.free:
                 if choice not in serves:
-                    serves[choice] = self._may(choice, worker.name)
+                    serves[choice] = worker.takes_turns and self._may(choice, worker.name)
         while _has_room(target):
             best: Waiter | None = None
             for tenant in self._queue:

@@ -110,6 +110,7 @@ class Catalog:
         self._clock, self._wall, self._rng = clock, wall, rng or random.Random()
         self._served = served = Served(fleet, strict=strict, changed=self._wake)
         self.serving, self.choices_with = served.serving, served.choices_with
+        self.prefilling = served.prefilling
         self.entries, self.models_of, self.refused = served.entries, served.models_of, served.refused
         self.adapter = served.adapter
         self._wanted: list[tuple[str, asyncio.Future[None]]] = []
@@ -173,6 +174,11 @@ class Catalog:
         """The models that not every worker serves."""
         return self._served.partial
 
+    @property
+    def partly_prefilled(self) -> tuple[str, ...]:
+        """The models that not everybody serves who prefills."""
+        return self._served.partly_prefilled
+
     async def learn(self, model: str) -> frozenset[str] | None:
         """As `serving`, of a model that nobody is known to serve, once the workers were asked again, or after
         `_PATIENCE`. To be run in a task. Raises TurnError: `no_worker` when those that served it have left,
@@ -183,10 +189,16 @@ class Catalog:
         if among is None or among:
             return among
         if self._served.lists(model):
-            raise TurnError("no_worker", f"no worker that serves the model {shown(model)} is here")
+            raise TurnError("no_worker", f"{self._missing(model)} {shown(model)} is here")
         if self._served.open:
             return self._served.open
         raise TurnError("model_not_found", f"The model `{short(model)}` does not exist.", param="model")
+
+    def _missing(self, model: str) -> str:
+        """What is not here of a model that nobody can be given turns for."""
+        if self._fleet.prefilling and self._served.prefilling(model) != frozenset():
+            return "no worker that does more than prefill for the model"
+        return "no worker that serves the model"
 
     async def _look_for(self, model: str) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

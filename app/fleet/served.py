@@ -61,16 +61,26 @@ class Served:
         self.open: frozenset[str] = frozenset()
         """Workers that may serve any model."""
         self.partial: tuple[str, ...] = ()
-        """The models that not every worker serves."""
+        """The models that not every worker serves that takes turns."""
+        self._prefilling: dict[str, frozenset[str]] = {}
+        """As `prefilling` says, of models that not all of those serve."""
         self._choices: dict[str, frozenset[frozenset[str] | None]] = {}
         """As `choices_with` says, of workers that do not serve just what all do."""
 
     # -- what turns ask
 
     def serving(self, model: str) -> frozenset[str] | None:
-        """The names of the workers that may serve a model; None: all. Nothing in it: nobody is known to, ask
-        `learn`."""
+        """The names of the workers that may be given turns for a model; None: all. Nothing in it: nobody is known
+        to, ask `learn`."""
         return self._serving.get(model, self._unlisted)
+
+    def prefilling(self, model: str) -> frozenset[str] | None:
+        """The names of the workers that may prefill for a model, and take no turns; None: all that there are."""
+        return self._prefilling.get(model)
+
+    @property
+    def partly_prefilled(self) -> tuple[str, ...]:
+        return tuple(self._prefilling)
 
     def lists(self, model: str) -> bool:
         """Somebody lists it, or did."""
@@ -157,8 +167,10 @@ class Served:
         """Make what turns look up. Awaits nothing."""
         workers = list(self._fleet)
         lists = {worker.name: entries for worker in workers if (entries := self._entries_of(worker)) is not None}
+        prefilling = {worker.name for worker in workers if not worker.takes_turns}
         gone = [known.entries for name, known in self.by_name.items() if name not in lists and known.entries]
-        self.open = frozenset(each.name for each in workers if each.name not in lists and self.of(each).asked)
+        unlisted = frozenset(each.name for each in workers if each.name not in lists and self.of(each).asked)
+        self.open = unlisted - prefilling
         serving: dict[str, set[str]] = {}
         for name, entries in lists.items():
             for model in entries:
@@ -166,8 +178,12 @@ class Served:
         for entries in gone:
             for model in entries:
                 serving.setdefault(model, set())
-        everybody = len(workers)
-        made = {model: frozenset(names | self.open) for model, names in serving.items()}
+        everybody = len(workers) - len(prefilling)
+        prefills = frozenset(prefilling)
+        self._prefilling = {
+            model: found for model, names in serving.items() if (found := prefills & (names | unlisted)) != prefills
+        }
+        made = {model: frozenset(names | unlisted) - prefills for model, names in serving.items()}
         self.partial = tuple(model for model, names in made.items() if len(names) < everybody)
         self._serving = {
             model: None if everybody and len(names) == everybody else names for model, names in made.items()

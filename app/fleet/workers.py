@@ -10,7 +10,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,6 +37,10 @@ _STRANGERS = 10_000
 
 Mark = Literal["none", "cordoned", "draining"]
 """What operators decided of a worker, or it said itself: no new sessions; draining: it will go."""
+Phase = Literal["both", "prefill", "decode"]
+"""What a worker does of a turn: all of it; its prompt, for another one; or the rest, of a prompt that another one has
+computed, or of one that is little work."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 Tls = Callable[[], ssl.SSLContext]
@@ -51,7 +55,7 @@ class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
     __slots__ = ("_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health", "host_line",
-                 "known", "name", "newness", "origin", "owed", "pool", "spec", "targets", "url")  # fmt: skip
+                 "known", "name", "newness", "origin", "owed", "phase", "pool", "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -61,6 +65,7 @@ class Worker:
         *,
         ranks: int = 0,
         max_turns: int = 0,
+        phase: Phase = "both",
         tolerance: Tolerance | None = None,
         joins: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -76,6 +81,7 @@ class Worker:
         self.base_path = parts.path.rstrip("/").encode()
         self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
+        self.phase = phase
         self.targets = tuple(Target(self, rank, max_turns) for rank in range(ranks)) or (Target(self, None, max_turns),)
         self.changed: Callable[[], None] = lambda: None
         """Told when it is known, marked or named otherwise."""
@@ -127,6 +133,11 @@ class Worker:
         """May be given a new session."""
         sound = self.health.state in (State.UP, State.SUSPECT)
         return self.known and self.mark == "none" and not self.leaving and sound
+
+    @property
+    def takes_turns(self) -> bool:
+        """May be given a turn; else only the prompts of turns that go on elsewhere."""
+        return self.phase != "prefill"
 
     @property
     def state(self) -> str:
@@ -232,14 +243,17 @@ class Fleet:
         """How often a worker has come or gone."""
         self._limited = 0
         """How many of them have limits."""
+        self.prefilling = self.phased = 0
+        """How many of them only prefill, and have a phase at all."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
         self.choices_with: Callable[[str], Iterable[frozenset[str] | None]] = lambda name: (None,)
         """Of a worker: for its models, the names of the workers that serve each (None: all)."""
         self._lineups: dict[
-            tuple[frozenset[str] | None, frozenset[str]], tuple[Lineup[Target], tuple[Worker, ...]]
+            tuple[frozenset[str] | None, frozenset[str], bool], tuple[Lineup[Target], tuple[Worker, ...]]
         ] = {}
-        """Who may be chosen from, and the others, who may be due to be tried; by who is asked for and who is excluded.
+        """Who may be chosen from, and the others, who may be due to be tried; by who is asked for, who is excluded, and
+        whether it is to prefill.
         Made when asked for, and good until something changes."""
         self._weights = Weights[Worker]()
         self._others = Others[Target]()
@@ -279,12 +293,18 @@ class Fleet:
         self._lineups.clear()
 
     def _may_suspect(self, name: str) -> bool:
-        """Whether turns alone may take out this worker: never more than half of those that serve a model. When all
-        fail, it is what all stand on, or the requests. A model that it alone serves does not matter: its turns go on to
-        be tried there."""
+        """Whether turns alone may take out this worker: never more than half of those that serve a model, in its
+        phase. When all fail, it is what all stand on, or the requests. A model that it alone serves does not matter:
+        its turns go on to be tried there."""
         some = False
+        worker = self._workers.get(name)
+        takes_turns = worker is None or worker.takes_turns
         for among in self.choices_with(name):
-            known = [each for each in self._workers.values() if each.known and (among is None or each.name in among)]
+            known = [
+                each
+                for each in self._workers.values()
+                if each.known and each.takes_turns == takes_turns and (among is None or each.name in among)
+            ]
             if len(known) > 1:
                 some = True
                 if 2 * (1 + sum(each.health.cause is Cause.TURNS for each in known)) > len(known):
@@ -327,12 +347,16 @@ class Fleet:
         self._workers[worker.name] = worker
         self.changes += 1
         self._limited += worker.limit > 0
+        self.prefilling += not worker.takes_turns
+        self.phased += worker.phase != "both"
         self._look_after(worker)
 
     def _dismiss(self, worker: Worker | None) -> None:
         if worker is not None:
             self.changes += 1
             self._limited -= worker.limit > 0
+            self.prefilling -= not worker.takes_turns
+            self.phased -= worker.phase != "both"
             worker.dismiss()
             worker.pool.close()
 
@@ -366,14 +390,16 @@ class Fleet:
         with_full: bool = False,
         key: str = "",
         prompt: Prompt[Target] | None = None,
+        prefill: bool = False,
     ) -> Candidates[Target]:
         """The targets that may serve a new session (`key`: its), or a turn without one, of the workers named in `among`
-        (None: of all): those of workers that are up; of suspected ones too when most are; and one that is due to be
-        tried (`trials`). When nobody is up or suspected, all that are not cordoned or gone: trying beats refusing.
-        Those that are full are passed over as long as others have room, unless asked for `with_full`.
+        (None: of all), or (`prefill`) that may prefill for it: those of workers that are up; of suspected ones too when
+        most are; and one that is due to be tried (`trials`). When nobody is up or suspected, all that are not cordoned
+        or gone: trying beats refusing. Those that are full are passed over as long as others have room, unless asked
+        for `with_full`.
 
         What it costs does not depend on how many there are: they are gone through once after each change."""
-        lineup, resting = self._lineups.get((among, excluded)) or self._line_up(among, excluded)
+        lineup, resting = self._lineups.get((among, excluded, prefill)) or self._line_up(among, excluded, prefill)
         now = self._clock()
         if now >= self._weights.due:
             self._weights.weigh(now)
@@ -387,13 +413,13 @@ class Fleet:
         return Candidates(lineup, key=key, placements=self._placements, trial=trial, room=room, prompt=prompt)
 
     def _line_up(
-        self, among: frozenset[str] | None, excluded: frozenset[str]
+        self, among: frozenset[str] | None, excluded: frozenset[str], prefill: bool
     ) -> tuple[Lineup[Target], tuple[Worker, ...]]:
         up: list[Worker] = []
         suspected: list[Worker] = []
         others: list[Worker] = []
         for worker in self._workers.values():
-            if among is not None and worker.name not in among:
+            if worker.takes_turns == prefill or (among is not None and worker.name not in among):
                 continue
             if worker.known and worker.mark == "none" and worker.name not in excluded:
                 state = worker.health.state
@@ -407,7 +433,7 @@ class Fleet:
         made = Lineup(tuple(target for worker in chosen for target in worker.targets)), tuple(resting)
         if len(self._lineups) >= _LINEUPS:
             self._lineups.clear()
-        self._lineups[among, excluded] = made
+        self._lineups[among, excluded, prefill] = made
         return made
 
     def _due(self, resting: tuple[Worker, ...], now: float) -> Worker | None:
@@ -417,12 +443,13 @@ class Fleet:
             resting = resting[begin : begin + _RESTING_AT_ONCE]
         return next((each for each in resting if each.health.trial_due(now)), None)
 
-    def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None) -> bool:
-        """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there."""
+    def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None, *, prefill: bool = False) -> bool:
+        """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there. `prefill`:
+        one that prefills."""
         return any(
             worker.available
             for worker in self._workers.values()
-            if worker.name not in lost and (among is None or worker.name in among)
+            if worker.takes_turns != prefill and worker.name not in lost and (among is None or worker.name in among)
         )
 
     def heard(self, replica: str, loads: Mapping[Target, tuple[int, int]]) -> None:
@@ -482,6 +509,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """In the one spelling (`normal_url`)."""
     ranks: int = 0
     """Data-parallel ranks; 0: ranks mean nothing to it."""
+    phase: Phase = "both"
     tls_name: str = ""
     """Whose certificate an https worker shows; empty: that of the URL's host."""
     models: tuple[str, ...] = ()
@@ -500,7 +528,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_another(self, other: WorkerSpec) -> bool:
         """What was known of the other one is not true of it: it is elsewhere, or its cache is lost."""
-        mine, others = ((each.url, each.ranks, each.tls_name) for each in (self, other))
+        mine, others = ((each.url, each.ranks, each.tls_name, each.phase) for each in (self, other))
         return mine != others or self.is_colder(other)
 
     def is_colder(self, other: WorkerSpec) -> bool:
@@ -533,11 +561,20 @@ def checked_ranks(ranks: int) -> int:
     return ranks
 
 
+def checked_phase(phase: str) -> Phase:
+    """Raises WorkerError."""
+    for known in PHASES:
+        if phase == known:
+            return known
+    raise WorkerError(f"{phase!r} is no phase of a turn; write prefill, decode or both")
+
+
 def worker_spec(text: str) -> WorkerSpec:
-    """Of one `URL[,name=NAME][,dp=N]`. Raises WorkerError."""
+    """Of one `URL[,name=NAME][,dp=N][,phase=PHASE]`. Raises WorkerError."""
     written, *options = text.split(",")
     url = normal_url(written)
     name, ranks, events, replay = worker_name(url), 0, "", ""
+    phase: Phase = "both"
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
         if key == "name" and equals:
@@ -548,10 +585,14 @@ def worker_spec(text: str) -> WorkerSpec:
             events = checked_place(value)
         elif key == "kv-replay" and equals:
             replay = checked_place(value)
+        elif key == "phase" and equals:
+            phase = checked_phase(value)
         else:
-            known = "write URL[,name=NAME][,dp=RANKS][,kv-events=tcp://HOST:PORT][,kv-replay=tcp://HOST:PORT]"
+            known = (
+                "write URL[,name=NAME][,dp=RANKS][,phase=PHASE][,kv-events=tcp://HOST:PORT][,kv-replay=tcp://HOST:PORT]"
+            )
             raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
-    return WorkerSpec(name=name, url=url, ranks=ranks, kv_events=events, kv_replay=replay)
+    return WorkerSpec(name=name, url=url, ranks=ranks, phase=phase, kv_events=events, kv_replay=replay)
 
 
 def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
@@ -573,6 +614,16 @@ def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
     return specs
 
 
+def lacking_phase(specs: Iterable[WorkerSpec]) -> str:
+    """What a whole fleet lacks for a turn to go through all of its phases, and the remedy; empty: nothing."""
+    phases = {spec.phase for spec in specs}
+    if phases and phases <= {"prefill"}:
+        return "workers that prefill and none that decodes; name one with phase=decode, or without a phase"
+    if "decode" in phases and "prefill" not in phases:
+        return "workers that only decode and none that prefills; name one with phase=prefill, or leave phase=decode out"
+    return ""
+
+
 def make_worker(
     url: str,
     *,
@@ -586,11 +637,12 @@ def make_worker(
     tolerance: Tolerance | None = None,
     joins: bool = False,
     max_turns: int = 0,
+    phase: Phase = "both",
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
     """A worker from its URL. `tls` is used for https URLs, `tls_name` for its certificate where that is not of the
-    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already; `max_turns`: as
-    for Worker. Raises WorkerError."""
+    URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already; `max_turns`,
+    `phase`: as for Worker. Raises WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -610,6 +662,7 @@ def make_worker(
         pool,
         ranks=ranks,
         max_turns=max_turns,
+        phase=phase,
         tolerance=tolerance,
         joins=joins,
         clock=clock,

@@ -448,6 +448,7 @@ function drawWorker() {
     ["Named by", row.source],
     ["Models", (row.models ?? []).join(", ") + (row.more_models ? ` and ${row.more_models} more` : "")],
     ["Ranks", row.ranks || ""],
+    ["Phase", row.phase === "both" ? "" : `${row.phase} only`],
     ["State", `${row.state} for ${span(now() - row.since)}`],
     ["Reason", row.why],
     ["Decided", row.by && `${row.mark} by ${row.by}${row.deadline ? `; sessions move at ${clock(row.deadline, true)}` : ""}`],

@@ -184,6 +184,16 @@ class Binding:
         return "" if self._entry is None else self._entry.target.worker.name
 
     @property
+    def seen(self) -> int:
+        """As of the entry that it is bound to."""
+        return 0 if self._entry is None else self._entry.seen
+
+    def saw(self, size: int) -> None:
+        """Its target has answered a request of so many bytes."""
+        if self._entry is not None:
+            self._entry.seen = size
+
+    @property
     def ending(self) -> bool:
         """The session ends with its last turn here."""
         return self._entry is not None and self._entry.closing

@@ -50,7 +50,7 @@ class Entry:
     """One session on this replica. Its turns are counted by `Entries`."""
 
     __slots__ = ("active", "alone", "claim", "closing", "ended", "good_until", "kept", "key", "proof", "renew_at",
-                 "renewing", "stamp", "target", "trial", "unheard", "unreadable")  # fmt: skip
+                 "renewing", "seen", "stamp", "target", "trial", "unheard", "unreadable")  # fmt: skip
 
     def __init__(self, key: str, target: Target) -> None:
         self.key, self.target = key, target
@@ -71,6 +71,8 @@ class Entry:
         self.good_until = self.renew_at = 0.0
         """When it must be read again whatever the watch says, at the latest when it may have expired; when renewed."""
         self.renewing = False
+        self.seen = 0
+        """Bytes of the last request that its target has answered here, where turns have phases; 0: not known."""
         self.kept = False
         """It is no session but something that a worker keeps."""
         self.trial = False

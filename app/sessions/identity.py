@@ -68,7 +68,7 @@ _OTHER_HEADERS = frozenset(
 FINAL = b"x-dynamo-session-final"
 WORKER_HINT = b"x-dynamo-worker-instance-id"
 RANK_HINT = b"x-dynamo-dp-rank"
-# Dynamo's hints for a separate prefill stage, which this router does not have: accepted, counted, without effect.
+# Dynamo's hints for a separate prefill stage: where no worker prefills for others they are counted, without effect.
 PREFILL_HINTS = (b"x-dynamo-prefill-instance-id", b"x-dynamo-prefill-dp-rank")
 HINTS = frozenset({WORKER_HINT, RANK_HINT, *PREFILL_HINTS})
 
@@ -315,18 +315,28 @@ def read_hints(noted: Noted) -> Hints:
     worker = _one(noted, WORKER_HINT, "invalid_hint")
     return Hints(
         worker.decode("latin-1") if worker else None,
-        _rank(noted),
+        _rank(noted, RANK_HINT),
         PREFILL_HINTS[0] in noted or PREFILL_HINTS[1] in noted,
     )
 
 
-def _rank(noted: Noted) -> int | None:
-    text = _one(noted, RANK_HINT, "invalid_hint")
+def read_prefill_hints(noted: Noted) -> Hints:
+    """As `read_hints`, of a turn's prefill."""
+    worker = _one(noted, PREFILL_HINTS[0], "invalid_hint")
+    return Hints(worker.decode("latin-1") if worker else None, _rank(noted, PREFILL_HINTS[1]))
+
+
+def _rank(noted: Noted, name: bytes) -> int | None:
+    text = _one(noted, name, "invalid_hint")
     if not text:
         return None
     if not text.isdigit() or len(text) > 6:
-        raise TurnError("invalid_hint", "X-Dynamo-DP-Rank must be a whole number, 0 or more", param="X-Dynamo-DP-Rank")
+        shown = _RANK_NAMES[name]
+        raise TurnError("invalid_hint", f"{shown} must be a whole number, 0 or more", param=shown)
     return int(text)
+
+
+_RANK_NAMES = {RANK_HINT: "X-Dynamo-DP-Rank", PREFILL_HINTS[1]: "X-Dynamo-Prefill-DP-Rank"}
 
 
 def _one(noted: Noted, name: bytes, code: str) -> bytes | None:

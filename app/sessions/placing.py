@@ -37,7 +37,9 @@ class Placement(msgspec.Struct, frozen=True):
     slot: Target | None = None
     """Where the turn holds a slot already: there it goes, if it is free to choose."""
     full_too: bool = False
-    """Also where nobody has room: it waits for its slot at another replica."""
+    """Also where nobody has room: it waits for its slot there."""
+    prefill: bool = False
+    """Where its prompts are computed for another worker, not where it is served."""
     prompt: Foreseen | None = None
     """The turn's, for a policy that places by that."""
     place: Place | None = None
@@ -147,8 +149,15 @@ class Placer:
         key: str = "",
     ) -> Candidates[Target]:
         candidates = self._fleet.candidates(
-            lost, placement.among, trials=trials, with_full=with_full, key=key, prompt=placement.prompt
+            lost,
+            placement.among,
+            trials=trials,
+            with_full=with_full,
+            key=key,
+            prompt=placement.prompt,
+            prefill=placement.prefill,
         )
         if not candidates:
-            raise TurnError("no_worker", "no worker can take the turn")
+            what = "the prompt of the turn" if placement.prefill else "the turn"
+            raise TurnError("no_worker", f"no worker can take {what}")
         return candidates

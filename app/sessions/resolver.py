@@ -434,7 +434,7 @@ class Resolver:
             # Should the answer come too late, the claim that the peer has made is where we have gone without it.
             with contextlib.suppress(TurnError):
                 at = (self._placer.by_hash(key, placement, lost),)
-        elif not at and placement.among is not None:
+        elif not at and (placement.among is not None or placement.prefill):
             at = tuple(self._placer.candidates(lost, placement, trials=False, with_full=True))
         found = await self._peers.find(
             Ask(

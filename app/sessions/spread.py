@@ -52,6 +52,13 @@ class Spread:
     def own(self) -> bool:
         return self._by.own
 
+    @property
+    def seen(self) -> int:
+        return self._by.seen
+
+    def saw(self, size: int) -> None:
+        self._by.saw(size)
+
     def bind_cached(self) -> bool:
         return self._by.bind_cached()
 

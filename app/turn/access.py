@@ -32,6 +32,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = ""
     rank: int | None = None
     affinity: str = ""
+    prefill_worker: str = ""
+    """Where its prompt was computed, if that was another worker; how it came there, and how long that took."""
+    prefill_affinity: str = ""
+    prefill_ms: float | None = None
     attempts: int = 0
     first_byte_ms: float | None = None
     """From its arrival to the first byte of the worker's body."""

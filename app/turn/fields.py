@@ -207,6 +207,33 @@ def with_model(body: bytes, said: str, model: str) -> bytes | None:
     return body[:begin] + written + body[end:]
 
 
+def members(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """The values of the object that a body is, by their names, each as its bytes; None: it is none, or cannot be added
+    to in place. Of equal names the last one counts."""
+    usual = body[:1] == b"{" and body[1:2] not in (b"", b"\0")
+    if not usual and json.detect_encoding(body) not in ("utf-8", "utf-8-sig"):
+        return None
+    try:
+        return _decode_members(body)
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    text = body.removeprefix(codecs.BOM_UTF8)
+    try:
+        spans = _members(text)
+    except TooLarge:
+        return None
+    return None if spans is None else {name: msgspec.Raw(text[slice(*span)]) for name, span in spans.items()}
+
+
+def with_member(body: bytes, name: str, value: bytes) -> bytes:
+    """`body`, in which `members` has found some, with one more behind them, and every other byte as it was."""
+    end = body.rindex(b"}")
+    return b'%b,"%b":%b%b' % (body[:end], name.encode(), value, body[end:])
+
+
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
 def _encoding_of(body: bytes) -> tuple[str, int]:
     """In which a body is written, and how long its byte-order mark is."""
     for mark, encoding in _MARKED.items():  # that of UTF-32 begins like that of UTF-16

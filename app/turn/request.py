@@ -280,6 +280,14 @@ class Request:
             more=self.more,
         )
 
+    def whole(self, target: Target, body: bytes) -> bytes:
+        """Head and body for `target`, for who sends it beside the turn, which is one that can be sent again."""
+        own, self.body = self.body, body
+        try:
+            return self._head(target) + body
+        finally:
+            self.body = own
+
     def _head(self, target: Target) -> bytes:
         """As `target` gets it."""
         exchange, reading, worker = self._exchange, self._reading, target.worker

@@ -71,6 +71,8 @@ class Next(enum.Enum):
     """The worker is lost if it refuses connections now; else the turn has failed."""
     ELSEWHERE_IF_ANY = "worker_busy"
     """At another worker if there is one; else the answer stands."""
+    ANEW = "handover_lost"
+    """With its prompt computed anew (`phases`): its decode worker could not go on with what was computed."""
     FAIL = ""
 
 

@@ -23,7 +23,6 @@ from app.turn.fields import BodyHints
 from app.turn.kept import Kept, use_of
 from app.turn.request import Request
 
-_encode_json = msgspec.json.Encoder().encode
 _NO_HINTS = BodyHints()
 _MOST_ENDED = 256
 """Of the models that not all workers serve, for how many a final looks whether its session has a claim beside its own,
@@ -89,7 +88,7 @@ class Routing:
         self._fleet, self._policy, self._affinity, self._hasher = fleet, policy, affinity, hasher
         self._metrics = metrics
         self._catalog = catalog or Catalog.off(fleet)
-        self.serving = self._catalog.serving
+        self.serving, self.prefilling = self._catalog.serving, self._catalog.prefilling
         self._admins = admins or Admins()
         self._rules = rules or Rules()
         self._foresight = foresight
@@ -100,7 +99,7 @@ class Routing:
         if identity.session is None:
             return None
         binding = self._affinity.session(self._hasher.key(request.tenant, *identity.session), final=identity.final)
-        if identity.final and self._catalog.partial:
+        if identity.final and (self._catalog.partial or self._fleet.prefilling):
             return Spread(self._affinity, binding, lambda: self._ending_with(request, binding))
         return binding
 
@@ -119,11 +118,22 @@ class Routing:
         session = request.identity.session or ()
         return self._hasher.key(request.tenant, *session, b"", b"model", model.encode("utf-8", "surrogatepass"))
 
+    def prefill_key(self, request: Request, session: tuple[bytes, ...], model: str) -> str:
+        """Of the claim that says where a session's prompts are computed. `model`: empty, unless not everybody who
+        prefills serves it. No session has it."""
+        return self._hasher.key(request.tenant, *session, b"", b"prefill", model.encode("utf-8", "surrogatepass"))
+
+    def _prefill_keys(self, request: Request) -> list[str]:
+        session = request.identity.session or ()
+        models = self._catalog.partly_prefilled[:_MOST_ENDED]
+        keys = [self.prefill_key(request, session, model) for model in models]
+        return [self.prefill_key(request, session, ""), *filter(self._affinity.knows, keys)]
+
     def _ending_with(self, request: Request, own: Binding) -> list[str]:
         """The keys of the claims that may stand beside a session's own, which ends: those that are known here, and
-        those of models that its own worker does not serve."""
+        those of models that its own worker does not serve, and of its prefill."""
         asked = 0
-        keys = []
+        keys = self._prefill_keys(request) if self._fleet.prefilling else []
         for model in self._catalog.partial[:_MOST_ENDED]:
             key = self._key_beside(request, model)
             if not self._affinity.knows(key):
@@ -156,7 +166,8 @@ class Routing:
     def hint(self, request: Request, exchange: Exchange) -> Hint | None:
         """What the client asks for; headers before the body's `nvext`, as Dynamo has it. Raises TurnError."""
         said, hints = read_hints(request.noted), request.fields.nvext or _NO_HINTS
-        if said.prefill or hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None:
+        prefill = said.prefill or hints.prefill_worker_id is not None or hints.prefill_dp_rank is not None
+        if prefill and not self._fleet.prefilling:
             self._metrics.hints_ignored.inc("prefill")
         if request.misfits:
             self._metrics.hints_ignored.inc("malformed")
@@ -167,15 +178,24 @@ class Routing:
         rank = said.rank if said.rank is not None else hints.dp_rank
         if name is None:
             return None if rank is None else Hint(None, rank, ())
+        return self.hint_at(exchange, name, rank, WORKER_HINT)
+
+    def hint_at(self, exchange: Exchange, name: str, rank: int | None, header: str, *, prefill: bool = False) -> Hint:
+        """A worker that the client names by `header`, for its turn, or to `prefill`. Raises TurnError."""
         worker = self._fleet.worker(name)
         targets = () if worker is None else tuple(t for t in worker.targets if rank is None or t.rank == rank)
-        if not targets:
-            message = f"{WORKER_HINT} names no worker of this router"
-            if worker is not None:
-                message = f"the worker {name} has no rank {rank}"
+        message = ""
+        if worker is None:
+            message = f"{header} names no worker of this router"
+        elif worker.takes_turns == prefill:
+            message = f"the worker {name} prefills for nobody" if prefill else f"the worker {name} only prefills"
+        elif not targets:
+            message = f"the worker {name} has no rank {rank}"
+        if message:
             if self._admins.allows(exchange.peer, exchange.headers):
-                message += f"; it has {', '.join(worker.name for worker in self._fleet)}"
-            raise TurnError("unknown_worker", message, param=WORKER_HINT)
+                fits = (each.name for each in self._fleet if each.takes_turns != prefill)
+                message += f"; it has {', '.join(fits)}"
+            raise TurnError("unknown_worker", message, param=header)
         return Hint(name, rank, targets)
 
     def placement(
@@ -240,8 +260,8 @@ class Routing:
                 return Decision(least(free), "bypassed", "overload", overrides)
         return Decision(bound, how, because, overrides)
 
-    async def explain(self, request: Request, hint: Hint | None, kept: str | None = None) -> bytes:
-        """The decision that the turn would get, as JSON, with the session's key and the revision of the claim that
+    async def explain(self, request: Request, hint: Hint | None, kept: str | None = None) -> dict[str, Any]:
+        """The decision that the turn would get, for JSON, with the session's key and the revision of the claim that
         stands. Nothing is claimed, renewed or counted. `kept`: the key of what the turn names. Raises TurnError."""
         session, model = request.identity.session, request.fields.model
         among = self.serving(model) if model else None
@@ -272,18 +292,15 @@ class Routing:
             else:
                 target, because = await self._affinity.choose(self.placement(request, hint, among=among), key)
                 decision = Decision(target, "created" if claim is None else "rebound", because)
-        return _encode_json(
-            {
-                "object": "coatcheck.dry_run",
-                "session": key,
-                "worker": decision.target.worker.name,
-                "rank": decision.target.rank,
-                "affinity": decision.how,
-                "because": decision.because,
-                "revision": None if claim is None else claim.revision,
-            }
-            | self._why(request, decision)
-        )
+        return {
+            "object": "coatcheck.dry_run",
+            "session": key,
+            "worker": decision.target.worker.name,
+            "rank": decision.target.rank,
+            "affinity": decision.how,
+            "because": decision.because,
+            "revision": None if claim is None else claim.revision,
+        } | self._why(request, decision)
 
     def _why(self, request: Request, decision: Decision) -> dict[str, Any]:
         """What a policy that places by prompts has seen, where it was asked."""

@@ -164,11 +164,11 @@ class TurnTrace:
             self._step.set_attribute("coatcheck.affinity", how)
         self._end_step()
 
-    def attempts(self, target: Target) -> Header:
-        """An attempt begins. Answers the header for its worker."""
+    def attempts(self, target: Target, name: str = "attempt") -> Header:
+        """An attempt begins, or something like it. Answers the header for its worker."""
         self._end_step()
         self._step = self._tracing.child(
-            "attempt",
+            name,
             self._context,
             calls=True,
             coatcheck__worker=target.worker.name,

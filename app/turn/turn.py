@@ -36,6 +36,7 @@ from app.sessions.spread import Hold
 from app.turn.access import AccessLog, Told
 from app.turn.answer import Answer
 from app.turn.kept import Kept
+from app.turn.prefills import Phases
 from app.turn.presence import Presence
 from app.turn.request import Reading, Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
@@ -45,6 +46,7 @@ from app.turn.tracing import Tracing, TurnTrace
 
 log = logging.getLogger("coatcheck.turn")
 
+_encode_json = msgspec.json.Encoder().encode
 _NOBODY: frozenset[str] = frozenset()
 _UNPLACED = frozenset(
     {"no_worker", "store_unavailable", "overloaded", "worker_unreachable", "worker_full", "fleet_full"}
@@ -82,12 +84,16 @@ class Shared(msgspec.Struct, frozen=True):
     """None: the log has no line of any turn."""
     own_headers: tuple[Header, ...] = ()
     """Said in every answer: which replica this is."""
+    phases: Phases | None = None
+    """None: every worker takes whole turns."""
 
 
 class Turns:
     """The turns that are running."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: Shared, phased: type[Turn] | None = None) -> None:
+        """`phased`: those of a fleet with phases."""
+        self._phased = phased
         self._running: set[Turn] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweeper: asyncio.TimerHandle | None = None
@@ -97,6 +103,8 @@ class Turns:
     def share(self, shared: Shared) -> None:
         """What turns that begin from now on share; those that run keep what they have."""
         self.shared = shared
+        kind = Turn if self._phased is None or shared.phases is None else self._phased
+        self._make = functools.partial(kind, shared, self._running)
         limits = shared.limits
         bounds = [limit for limit in (limits.first_byte, limits.idle, limits.total) if limit]
         self._sweep_every = min(1.0, max(0.01, min(bounds) / 8)) if bounds else 1.0
@@ -117,7 +125,7 @@ class Turns:
         if loop is None:
             loop = self._loop = asyncio.get_running_loop()  # asked once: it is a system call (getpid)
 
-        turn = Turn(self.shared, self._running, loop, exchange, over)
+        turn = self._make(loop, exchange, over)
         self._opened += 1
         if not self._opened % _MEASURED_OF:
             turn.measure()
@@ -418,12 +426,14 @@ class Turn:
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
-        routing = self._shared.routing
-        kept = None if self._kept is None else self._kept.named
-        body = await self._presence.unless_gone(routing.explain(self._request, self._hint, kept))
+        body = _encode_json(await self._explained())
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         self._say(200, [*headers, (b"x-request-id", self._request.id), *self._shared.own_headers], body)
+
+    async def _explained(self) -> dict[str, Any]:
+        kept = None if self._kept is None else self._kept.named
+        return await self._presence.unless_gone(self._shared.routing.explain(self._request, self._hint, kept))
 
     def _account(self) -> None:
         """Count it, and give the session back, whatever happened."""

@@ -143,8 +143,8 @@ async def _(rooms: Rooms) -> None:
 
 
 @says(
-    "Hints for a prefill stage, and hints in the body of a type that no hint has, are accepted, counted and have no "
-    "effect."
+    "Hints for a prefill stage where no worker has a phase, and hints in the body of a type that no hint has, are "
+    "accepted, counted and have no effect."
 )
 async def _(rooms: Rooms) -> None:
     async with rooms.open(replicas=1) as room:

@@ -38,7 +38,7 @@ class Router:
     """What `kv` has of one worker."""
 
     def __init__(self, worker: Worker, *, seconds: float = PATIENCE, adapter: str | None = "") -> None:
-        (publisher,) = worker._app._turns.publishers
+        (publisher,) = worker._app.turns.publishers
         self.metrics = Metrics()
         made = make_worker(worker.url, name="w", connect_limit=5, idle_limit=4)
         made.spec = WorkerSpec(

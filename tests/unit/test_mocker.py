@@ -327,6 +327,8 @@ def test_a_turn_is_recorded_when_its_answer_has_been_read(worker: Worker) -> Non
         "authorization": None,
         "api_key": None,
         "fault": None,
+        "handover": None,
+        "blocks": 0,
     }
 
 

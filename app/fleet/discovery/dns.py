@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
-from app.fleet.workers import WorkerSpec, checked_ranks, normal_url, worker_name
+from app.fleet.workers import Phase, WorkerSpec, checked_phase, checked_ranks, normal_url, worker_name
 
 _EVERY = 5.0
 """Seconds."""
@@ -54,6 +54,7 @@ class DnsSource:
             raise ValueError(f"{url}: {says}; write dns://name:port or dns+srv://name")
         self._name, self._port = name, port or 0
         self._scheme, self._ranks, self._family = "http", 0, ""
+        self._phase: Phase = "both"
         self._server: _Server | None = None
         self._read_options(url, parts.query)
         self._pace = Pace(every)
@@ -68,10 +69,12 @@ class DnsSource:
                     self._family = value
                 case "dp", _ if value.isascii() and value.isdigit():
                     self._ranks = checked_ranks(int(value))
+                case "phase", _:
+                    self._phase = checked_phase(value)
                 case "nameserver", _:
                     self._server = _server(url, value)
                 case _:
-                    known = "scheme=http|https, family=4|6|any, dp=RANKS, nameserver=ADDRESS[:PORT]"
+                    known = "scheme=http|https, family=4|6|any, dp=RANKS, phase=PHASE, nameserver=ADDRESS[:PORT]"
                     raise ValueError(f"{url}: {key}={value} is no option; there are {known}")
 
     def says(self) -> AsyncIterator[Said]:
@@ -117,7 +120,9 @@ class DnsSource:
     def _worker(self, address: str, port: int, host: str = "", name: str = "") -> WorkerSpec:
         url = normal_url(f"{self._scheme}://{f'[{address}]' if ':' in address else address}:{port}")
         tls_name = (host or self._name) if self._scheme == "https" else ""
-        return WorkerSpec(name=name or worker_name(url), url=url, ranks=self._ranks, tls_name=tls_name)
+        return WorkerSpec(
+            name=name or worker_name(url), url=url, ranks=self._ranks, phase=self._phase, tls_name=tls_name
+        )
 
     def _addresses(self, name: str) -> list[str]:
         """Each once, of the families that count."""

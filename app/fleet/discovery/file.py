@@ -30,6 +30,7 @@ import msgspec
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
 from app.fleet.workers import (
+    Phase,
     WorkerError,
     WorkerSpec,
     checked_name,
@@ -51,6 +52,7 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     name: str | None = None
     dp: int | None = None
+    phase: Phase = "both"
     draining: bool = False
     incarnation: str = ""
     kv_events: str = msgspec.field(default="", name="kv-events")
@@ -156,6 +158,7 @@ def _spec(entry: Any) -> WorkerSpec:
         name=worker_name(url) if table.name is None else checked_name(table.name),
         url=url,
         ranks=0 if table.dp is None else checked_ranks(table.dp),
+        phase=table.phase,
         draining=table.draining,
         incarnation=table.incarnation,
         models=table.models,

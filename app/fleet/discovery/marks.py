@@ -14,7 +14,7 @@ import msgspec
 from app.fleet.discovery.listening import Told, end_tasks
 from app.fleet.discovery.records import Records, follow
 from app.fleet.discovery.source import Trouble
-from app.fleet.workers import WorkerSpec, checked_ranks, normal_url
+from app.fleet.workers import WorkerSpec, checked_phase, checked_ranks, normal_url
 from backends.base import StoreError
 from backends.registry import Registry
 
@@ -41,6 +41,7 @@ class OperatorMark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     url: str = ""
     """Of a worker that an operator has added."""
     ranks: int = 0
+    phase: str = "both"
     version: int = 1
 
     def ends(self, now: float) -> bool:
@@ -49,7 +50,9 @@ class OperatorMark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     def spec(self, name: str) -> WorkerSpec | None:
         """Of the worker that it adds; None: it adds none."""
-        return WorkerSpec(name=name, url=self.url, ranks=self.ranks) if self.url else None
+        if not self.url:
+            return None
+        return WorkerSpec(name=name, url=self.url, ranks=self.ranks, phase=checked_phase(self.phase))
 
 
 _encode = msgspec.json.Encoder().encode
@@ -113,6 +116,7 @@ class Marks:
                     mark = msgspec.structs.replace(mark, url=normal_url(mark.url))
                 if mark.ranks:
                     checked_ranks(mark.ranks)
+                checked_phase(mark.phase)
             except ValueError as error:
                 refused.append(f"operators' mark {name} cannot be read, and does nothing: {error}")
             else:

@@ -19,7 +19,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from app.fleet.discovery.source import Said, Trouble, View
-from app.fleet.workers import WorkerError, WorkerSpec, checked_name, checked_place, checked_ranks, normal_url
+from app.fleet.workers import (
+    WorkerError,
+    WorkerSpec,
+    checked_name,
+    checked_phase,
+    checked_place,
+    checked_ranks,
+    normal_url,
+)
 from backends.base import StoreError
 from backends.registry import Put, Registry, Removed
 
@@ -35,6 +43,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     url: str
     models: tuple[str, ...] = ()
     ranks: int = 0
+    phase: str = "both"
     labels: dict[str, str] = {}
     incarnation: str = ""
     draining: bool = False
@@ -55,6 +64,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             name=checked_name(name),
             url=url,
             ranks=checked_ranks(self.ranks) if self.ranks else 0,
+            phase=checked_phase(self.phase),
             models=self.models,
             labels=self.labels,
             incarnation=self.incarnation,

@@ -1,0 +1,157 @@
+"""Prefill and decode workers before two replicas, each a process of its own: what each turn was split into, and what is
+left of it, is read at the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import PATIENCE, new_session
+from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
+from tests.support.wire import Cut, Wire, ask
+
+SESSIONS = 100
+CLIENTS = 16
+LIMIT = 60.0
+TEXT = "word " * 300
+
+
+@dataclass
+class Fleet:
+    prefill: list[Worker]
+    decode: list[Worker]
+    replicas: list[Replica]
+
+    @property
+    def workers(self) -> list[Worker]:
+        return [*self.prefill, *self.decode]
+
+
+@pytest.fixture(scope="module")
+def fleet(module_processes: Processes) -> Fleet:
+    """Three workers of each phase, one of which each test of a loss loses for good."""
+    quick = ("--ttft-ms", "20", "--itl-ms", "3", "--tokens", "4", "--kv-lease-s", "600")
+    prefill = module_processes.workers(3, "--phase", "prefill", *quick, apart=True)
+    decode = module_processes.workers(3, "--phase", "decode", *quick, apart=True)
+    named = [f"--worker={each.url},name=p{number},phase=prefill" for number, each in enumerate(prefill)]
+    named += [f"--worker={each.url},name=d{number},phase=decode" for number, each in enumerate(decode)]
+    claims = f"--claims=file://{module_processes.folder}/claims"
+    options = [claims, f"--store-deadline={PATIENCE}", "--prefill-from=0", *named]
+    return Fleet(prefill, decode, module_processes.replicas_with(options, options))
+
+
+@pytest.fixture(autouse=True)
+async def at_rest(fleet: Fleet) -> AsyncIterator[None]:
+    yield
+    for replica in fleet.replicas:
+
+        async def rests(replica: Replica = replica) -> bool:
+            samples = await metrics(replica)
+            gauges = ("coatcheck_in_flight", "coatcheck_turns_running", "coatcheck_session_turns_active")
+            return not any(total(samples, gauge) for gauge in gauges)
+
+        await wait_until(rests, LIMIT)
+        assert not total(await metrics(replica), "coatcheck_turns_total", 'outcome="failed"')
+
+
+async def states(workers: list[Worker]) -> list[dict[str, Any]]:
+    return [(await ask(each.url, target="/mock/state")).json for each in workers if each.process.alive]
+
+
+async def turn(replica: Replica, session: str, *, stream: bool = False) -> tuple[int, bytes]:
+    """Raises Cut where the answer is not whole."""
+    async with await Wire.to(replica.url) as wire:
+        wire.chat(session=session, stream=stream, messages=[{"role": "user", "content": TEXT}])
+        answer = await wire.answer()
+        return answer.status, answer.body
+
+
+async def test_first_turns_that_come_at_once_meet_in_both_phases(fleet: Fleet) -> None:
+    sessions = [new_session() for _ in range(SESSIONS)]
+    many = asyncio.Semaphore(40)
+
+    async def both(session: str) -> None:
+        async with many:
+            answers = await asyncio.gather(*(turn(replica, session) for replica in fleet.replicas))
+            assert [status for status, _ in answers] == [200, 200]
+
+    await asyncio.gather(*map(both, sessions))
+    for workers, became in ((fleet.prefill, "staged"), (fleet.decode, "fetched")):
+        places: defaultdict[str, set[int]] = defaultdict(set)
+        count = 0
+        for number, worker in enumerate(workers):
+            for each in await turns(worker):
+                if each["session"] in sessions:
+                    assert each["handover"] == became
+                    places[each["session"]].add(number)
+                    count += 1
+        assert count == 2 * SESSIONS
+        assert {len(where) for where in places.values()} == {1}
+        assert {number for where in places.values() for number in where} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_worker_of_either_phase_is_killed_under_load(fleet: Fleet, phase: str) -> None:
+    sessions = [new_session() for _ in range(40)]
+    doomed = fleet.prefill[0] if phase == "prefill" else fleet.decode[0]
+    failed: list[str] = []
+    done = 0
+    ends = asyncio.Event()
+
+    async def client(number: int) -> None:
+        nonlocal done
+        chance = random.Random(number)
+        while not ends.is_set():
+            session = chance.choice(sessions)
+            async with await Wire.to(fleet.replicas[number % 2].url) as wire:
+                wire.chat(session=session, stream=number % 4 < 2, messages=[{"role": "user", "content": TEXT}])
+                status = (await wire.head()).status
+                try:
+                    body = await wire.body()
+                except Cut:
+                    continue  # it had begun to stream
+                if status != 200:
+                    failed.append(f"{session}: {status} {body!r}")
+            done += 1
+
+    clients = [asyncio.create_task(client(number)) for number in range(CLIENTS)]
+    await wait_until(lambda: done > 60, LIMIT)
+    doomed.process.kill()
+    before = done
+    await wait_until(lambda: done > before + 150, LIMIT)
+    ends.set()
+    await asyncio.gather(*clients)
+    assert not failed
+    if phase == "prefill":
+        fleet.prefill.remove(doomed)
+    else:
+        fleet.decode.remove(doomed)
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(fleet: Fleet) -> None:
+    before = sum(state["staged"] for state in await states(fleet.prefill))
+    chance = random.Random(11)
+
+    async def leaves(number: int) -> None:
+        async with await Wire.to(fleet.replicas[number % 2].url) as wire:
+            wire.chat(session=new_session(), stream=number % 2 == 0, messages=[{"role": "user", "content": TEXT}])
+            await asyncio.sleep(chance.uniform(0.0, 0.12))
+
+    for _ in range(5):
+        await asyncio.gather(*map(leaves, range(20)))
+
+    async def nothing_left() -> bool:
+        found = await states(fleet.workers)
+        return not any(state["active"] for state in found) and sum(state.get("staged", 0) for state in found) == before
+
+    await wait_until(nothing_left, LIMIT)
+    assert sum(state["expired"] for state in await states(fleet.prefill)) == 0
+    released = sum([total(await metrics(replica), "coatcheck_handovers_released_total") for replica in fleet.replicas])
+    staged = [each["handover"] for worker in fleet.prefill for each in await turns(worker)].count("staged")
+    assert 0 < released < staged

@@ -1,0 +1,107 @@
+"""What a worker does of a turn, before any turn is sent: who says so, who may be chosen, and what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import pytest
+from pydantic import ValidationError
+
+from app.config import Settings
+from app.errors import TurnError
+from app.fleet.discovery.file import read_workers
+from app.fleet.discovery.marks import OperatorMark
+from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
+from app.fleet.workers import Fleet, Phase, Target, Worker, lacking_phase, make_worker, worker_spec, worker_specs
+from tests.support.fakes import in_virtual_time
+from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
+
+
+def worker(name: str, phase: Phase = "both") -> Worker:
+    loop = asyncio.get_running_loop()
+    return make_worker(f"http://{name}:1", name=name, phase=phase, connect_limit=1, idle_limit=1, clock=loop.time)
+
+
+def fleet_of(**phases: Phase) -> Fleet:
+    return Fleet((worker(name, phase) for name, phase in phases.items()), clock=asyncio.get_running_loop().time)
+
+
+def names(targets: Iterable[Target]) -> list[str]:
+    return sorted(target.worker.name for target in targets)
+
+
+def test_whoever_names_a_worker_says_what_it_does_of_a_turn() -> None:
+    assert worker_spec("http://a:1").phase == "both"
+    assert worker_spec("http://a:1,name=x,phase=prefill,dp=2").phase == "prefill"
+    assert read_workers('worker = ["http://a:1,phase=decode"]')[0].phase == "decode"
+    assert read_workers('[[worker]]\nurl = "http://a:1"\nphase = "prefill"')[0].phase == "prefill"
+    record = decode_record(encode_record(WorkerRecord(url="http://a:1", phase="prefill")))
+    assert record.spec("x", "").phase == "prefill"
+    added = OperatorMark(state="none", by="me", at=0.0, url="http://a:1", phase="decode").spec("x")
+    assert added is not None
+    assert added.phase == "decode"
+
+
+def test_a_record_with_a_phase_that_nobody_knows_cannot_be_used() -> None:
+    with pytest.raises(ValueError, match="prefill, decode or both"):
+        WorkerRecord(url="http://a:1", phase="draft").spec("x", "")
+
+
+def test_a_worker_of_another_phase_is_another_worker() -> None:
+    assert worker_spec("http://a:1,phase=decode").is_another(worker_spec("http://a:1"))
+    assert not worker_spec("http://a:1,phase=decode").is_another(worker_spec("http://a:1,phase=decode"))
+
+
+def test_a_fleet_of_one_phase_is_told_what_it_lacks() -> None:
+    def lacking(*texts: str) -> str:
+        return lacking_phase(worker_specs(texts))
+
+    assert "phase=decode" in lacking("http://a:1,phase=prefill")
+    assert "phase=prefill" in lacking("http://a:1,phase=decode", "http://b:1")
+    assert not lacking("http://a:1,phase=decode", "http://b:1,phase=prefill")
+    assert not lacking("http://a:1,phase=both", "http://b:1,phase=prefill")
+    assert not lacking("http://a:1")
+    assert not lacking()
+    with pytest.raises(ValidationError, match="none that prefills; name one with phase=prefill"):
+        Settings.flat(worker=("http://a:1,phase=decode",))
+    Settings.flat(worker=("http://a:1,phase=decode",), workers_from=("dns://name:1?phase=prefill",))
+
+
+@in_virtual_time
+async def test_whoever_prefills_is_given_no_turn_and_nobody_else_prefills() -> None:
+    fleet = fleet_of(p="prefill", q="prefill", d="decode", b="both")
+    assert names(fleet.candidates()) == ["b", "d"]
+    assert names(fleet.candidates(among=frozenset("pd"))) == ["d"]
+    assert names(fleet.candidates(prefill=True)) == ["p", "q"]
+    assert names(fleet.candidates(frozenset("p"), frozenset("pbd"), prefill=True)) == []
+    assert (fleet.prefilling, fleet.has_other(frozenset("bd"))) == (2, False)
+    assert fleet.has_other(frozenset("p"), prefill=True)
+    fleet.remove("q")
+    assert not fleet.has_other(frozenset("p"), prefill=True)
+    fleet.put(worker("p", "both"))
+    assert fleet.prefilling == 0
+    assert names(fleet.candidates()) == ["b", "d", "p"]
+
+
+@in_virtual_time
+async def test_half_of_a_phase_is_not_taken_out_by_turns_however_many_the_other_has() -> None:
+    fleet = fleet_of(p="prefill", q="prefill", a="decode", b="decode", c="decode", d="decode")
+    for each in fleet:
+        if not each.takes_turns:
+            for _ in range(10):
+                each.health.failed("status 500")
+    assert sum(each.health.state.value == "suspect" for each in fleet) == 1
+
+
+@in_virtual_time
+async def test_what_only_those_serve_that_prefill_is_served_by_nobody() -> None:
+    fleet = fleet_of(p="prefill", q="prefill", d="decode", b="both")
+    async with catalog_of(Workers(p=["m", "o"], q=["m"], d=["m", "n"], b=["m"]), fleet=fleet) as catalog:
+        assert (serving(catalog, "m"), serving(catalog, "n"), serving(catalog, "o")) == (None, {"d"}, set())
+        assert set(catalog.partial) == {"n", "o"}
+        assert (catalog.prefilling("m"), catalog.prefilling("n")) == (None, frozenset())
+        assert catalog.prefilling("o") == frozenset("p")
+        with pytest.raises(TurnError, match="more than prefill") as told:
+            await learnt(catalog, "o")
+        assert told.value.code == "no_worker"

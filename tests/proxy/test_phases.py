@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import pytest
 
 from app.fleet.workers import worker_specs
+from app.turn import phases
 from tests.support.client import Call
 from tests.support.phased import LONG, Phased, phased, places, said
 from tests.support.raw import until
@@ -301,6 +303,35 @@ async def test_a_client_that_leaves_while_its_blocks_are_fetched_leaves_nothing_
         await until(lambda: room.free())
         assert (await room.served())["d0"] == ["fetched"]
         assert not room.counted("handovers_released")
+
+
+async def test_a_prefill_that_takes_long_is_cut_for_a_client_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "_FREED_WITHIN", 0.05)
+    async with phased(prefill=1, decode=1, replicas=1, mock={"ttft_ms": 60_000}) as room:
+        turn = room.start("s", stream=True)
+        await until(lambda: room.active("p0"))
+        turn.leave()
+        await turn.finish()
+        await until(lambda: room.idle("p0"))
+        assert await room.served() == {"p0": [None], "d0": []}
+        assert not room.counted("handovers_released")
+
+
+async def test_a_prefill_worker_that_is_silent_is_given_up_in_time() -> None:
+    async with phased(prefill=1, decode=1, replicas=1, first_byte_timeout=0.2) as room:
+        await room.mocks["p0"].fault(mode="hang")
+        assert error(await room.turn()) == (504, "worker_timeout")
+        await until(lambda: room.idle("p0"))
+
+
+async def test_the_access_log_tells_of_both_workers(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "coatcheck.access")
+    async with phased(prefill=1, decode=1, replicas=1, access_log="all") as room:
+        await room.turn("s")
+        (record,) = [each for each in caplog.records if each.name == "coatcheck.access"]
+        said = vars(record)["fields"]
+        assert (said["prefill_worker"], said["worker"], said["prefill_affinity"]) == ("p0", "d0", "created")
+        assert said["prefill_ms"] > 0
 
 
 async def test_who_waits_for_a_decode_slot_and_leaves_leaves_nothing_staged() -> None:

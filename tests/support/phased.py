@@ -120,6 +120,9 @@ class Phased:
     async def active(self, name: str) -> bool:
         return bool((await self.mocks[name].state())["active"])
 
+    async def idle(self, name: str) -> bool:
+        return not await self.active(name)
+
     async def served_as(self, expected: dict[str, list[str | None]]) -> bool:
         return await self.served() == expected
 

@@ -519,9 +519,10 @@ def test_nginx_conf_fits_the_services_and_keeps_streams_and_turns_whole() -> Non
     upstream, server = _block(http, "upstream"), _block(http, "server")
     defaults = {name: setting.field.default for name, setting in SETTINGS.items()}
     flags = _flags(REPLICAS[0])
-    assert sorted(words[1] for words, _ in upstream if words[0] == "server") == sorted(
-        f"{name}:{_flags(name)['port'][0]}" for name in REPLICAS
-    )
+    servers = [words[1:] for words, _ in upstream if words[0] == "server"]
+    addresses = sorted(f"{name}:{_flags(name)['port'][0]}" for name in REPLICAS)
+    for last in (False, True):
+        assert sorted(words[0] for words in servers if ("backup" in words) is last) == addresses
     assert _value(server, "listen") == str(FRONT_PORT)
     assert _value(server, "proxy_http_version") == "1.1"
     assert _value(server, "proxy_buffering") == "off"

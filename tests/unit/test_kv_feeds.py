@@ -65,6 +65,13 @@ class Publisher:
             self._publish.send_multipart((b"kv", self.number.to_bytes(8, "big"), batch))
         self.number += 1
 
+    async def subscribed(self) -> None:
+        """Until then nobody is sent what is published."""
+        async with asyncio.timeout(PATIENCE):
+            while not self._publish.poll(0):
+                await asyncio.sleep(0.01)
+        self._publish.recv()
+
     def stop(self) -> None:
         self._loop.remove_reader(self._router.fileno())
         self._publish.close(linger=0)
@@ -260,6 +267,7 @@ async def test_another_process_at_its_place_has_nothing_of_it(publisher: Publish
         publisher.tell(engine.stored(TWO[:8]))
         await follower.has(TWO, 8)
         assert follower.overlap(ONE) == 0
+        await publisher.subscribed()
         publisher.tell(engine.stored(ONE[:12]))
         await follower.has(ONE, 12)
 

@@ -14,6 +14,7 @@ from app.http.worker import (
     ConnectFailed,
     ConnectionBroken,
     ConnectRefused,
+    ConnectReset,
     LocalLimit,
     NameUnknown,
     StaleConnection,
@@ -27,6 +28,7 @@ ROWS: list[tuple[type[AttemptFailed], list[Sent], Next]] = [
     # Surely nothing ran, whatever the request is.
     (ConnectFailed, EVERY_SENT, Next.ELSEWHERE),
     (ConnectRefused, EVERY_SENT, Next.ELSEWHERE),
+    (ConnectReset, EVERY_SENT, Next.ELSEWHERE),
     (StaleConnection, EVERY_SENT, Next.AGAIN),
     # The name server's trouble is no reason to leave a worker where a session's cache is.
     (NameUnknown, [sent for sent in EVERY_SENT if sent.free], Next.ELSEWHERE),

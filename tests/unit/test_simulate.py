@@ -324,13 +324,13 @@ GOLDEN = {
     "turns": 1106,
     "refused": 10,
     "prompt_tokens": 10063543,
-    "cached_share": 0.3097,
-    "ttft_seconds": {"p50": 0.08523, "p95": 4.115126, "p99": 6.312907},
-    "itl_seconds": {"p50": 0.002112, "p95": 0.002402},
-    "max_over_mean_work": 1.82,
+    "cached_share": 0.3129,
+    "ttft_seconds": {"p50": 0.081051, "p95": 4.226605, "p99": 5.701786},
+    "itl_seconds": {"p50": 0.002118, "p95": 0.002402},
+    "max_over_mean_work": 1.612,
     "split_sessions": 0,
-    "preemptions": 330,
-    "simulated_seconds": 786.886,
+    "preemptions": 307,
+    "simulated_seconds": 786.219,
 }
 
 

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import hashlib
 import logging
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,9 @@ from app.metrics import WorkerCells
 
 log = logging.getLogger("coatcheck.fleet")
 
+_place = re.compile(
+    r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9][A-Za-z0-9._-]*):0*([1-9][0-9]{0,4})", re.ASCII
+).fullmatch
 _LINEUPS = 256
 """At once; there is one for each set of workers that serve a model, and for each worker that turns have found lost."""
 _RESTING_AT_ONCE = 16
@@ -544,12 +548,8 @@ def checked_name(name: str) -> str:
 
 def checked_place(url: str) -> str:
     """Of KV events. Raises WorkerError."""
-    parts = urlsplit(url)
-    try:
-        fits = parts.scheme == "tcp" and parts.hostname and parts.port and not (parts.path or parts.query)
-    except ValueError:
-        fits = False
-    if not fits:
+    found = _place(url)
+    if found is None or int(found[1]) > 65_535:
         raise WorkerError(f"{url!r} is no place of KV events; write it as tcp://host:port")
     return url
 

@@ -15,7 +15,7 @@ from app.fleet.discovery.file import read_workers
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.placement.feeds import Feed, Feeds, _places
 from app.fleet.placement.index import Index, links, root, token_bytes
-from app.fleet.workers import Fleet, Target, WorkerError, WorkerSpec, make_worker, worker_spec
+from app.fleet.workers import Fleet, Target, WorkerError, WorkerSpec, checked_place, make_worker, worker_spec
 from app.metrics import Metrics
 from tests.unit.test_kv import SIZE, Engine
 
@@ -409,3 +409,97 @@ def test_where_workers_publish_may_stand_in_a_file_and_in_a_record() -> None:
         read_workers(text.replace("tcp://10.0.0.1:5557", "10.0.0.1:5557"))
     with pytest.raises(WorkerError, match="tcp://host:port"):
         WorkerRecord(url=spec.url, kv_replay="x").spec("w", "")
+
+
+async def test_a_worker_that_is_away_costs_the_loop_nothing(publisher: Publisher) -> None:
+    """A descriptor of ZeroMQ stays readable until it is asked what there is."""
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher._publish.close(linger=0)
+        await follower.until(lambda: follower.overlap(ONE) is None)
+        worked = 0
+        work = follower.feeds._work
+
+        def counted() -> None:
+            nonlocal worked
+            worked += 1
+            work()
+
+        follower.feeds._work = counted  # type: ignore[method-assign]
+        await asyncio.sleep(0.3)
+        assert worked < 100  # by thousands, else
+
+
+async def test_a_place_that_nobody_can_connect_to_is_said_once_and_hinders_nobody(
+    publisher: Publisher, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with following(publisher) as follower:
+        odd = make_worker("http://h:2", name="odd", connect_limit=1, idle_limit=1)
+        odd.spec = WorkerSpec(name="odd", url="http://h:2", kv_events="tcp://*:1")  # what no door lets in
+        follower.feeds._fleet = Fleet([odd, *follower.fleet])
+        await follower.has(ONE, 0)
+        before = len(follower.feeds.by_target)
+        for _ in range(3):
+            follower.feeds.follow()
+        assert len(follower.feeds.by_target) == before == 1
+    assert [record.message.split(":")[0] for record in caplog.records if "cannot be followed" in record.message] == [
+        "KV events of worker odd cannot be followed"
+    ]
+
+
+async def test_what_was_guessed_wrong_takes_nothing_from_what_was_told(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        follower.target.forget()
+        follower.feed.follows_on()
+        follower.feeds.ready(follower.feed)
+        await asyncio.sleep(0)
+        assert follower.overlap(ONE) == 20
+        assert follower.gaps("down") == 0
+
+
+async def test_what_a_worker_had_is_kept_by_nobody_when_it_is_forgotten(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        shelf = next(iter(follower.feed.holdings.shelves.values()))
+        other = type(shelf)(SIZE)
+        for block in list(shelf.ours()):
+            follower.index.put(block, other)
+        follower.target.forget()
+        follower.feeds.ready(follower.feed)
+        await follower.until(lambda: shelf.dead and not len(shelf))
+        assert not any(shelf in holders for holders in follower.index._sets)
+
+
+async def test_what_is_nested_without_end_is_no_batch(publisher: Publisher) -> None:
+    engine = Engine(Index())
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        publisher.tell(payload=b"\x91" * 5000)
+        await follower.has(ONE, 0)
+        assert follower.gaps("malformed") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tcp://*:5557", "tcp://u:p@h:1", "tcp://h:1#x", "tcp:// h:1", "tcp://h:5\n", "tcp://a_b!c:1", "tcp://[::1",
+        "tcp://h:0", "tcp://h:65536", "tcp://h", "http://h:1",
+    ],
+)  # fmt: skip
+def test_only_what_can_be_connected_to_is_a_place(text: str) -> None:
+    with pytest.raises(WorkerError, match="write it as tcp://host:port"):
+        checked_place(text)
+
+
+@pytest.mark.parametrize("text", ["tcp://h:1", "tcp://10.0.0.5:5557", "tcp://[::1]:5557", "tcp://a-b.c_d:65535"])
+def test_a_place_is_taken_as_it_is_written(text: str) -> None:
+    assert checked_place(text) == text

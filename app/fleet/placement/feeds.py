@@ -44,6 +44,10 @@ _REPLAY_WITHIN = 5.0
 _LOOK_EVERY = 0.5
 _AGAIN_MS, _AGAIN_MOST_MS = 100, 2000
 _SILENT_MS, _ALIVE_MS = 15_000, 5_000
+_MALFORMED = (ValueError, TypeError, RecursionError)
+"""What reading a batch raises that is none: other types than expected, or nested without end."""
+_MOST_SOCKETS = 16_384
+"""Three of each target, and one of each replay."""
 """When a connection is taken for lost that says nothing, and how often it is asked to."""
 
 
@@ -61,6 +65,8 @@ def _at(url: str, rank: int) -> str:
     if not rank or not url:
         return url
     before, _, port = url.rpartition(":")
+    if int(port) + rank > 65_535:
+        raise ValueError(f"there is no port {int(port) + rank} for rank {rank}")
     return f"{before}:{int(port) + rank}"
 
 
@@ -68,6 +74,7 @@ class Feed:
     """One rank's. `read` does a piece of the work that there is, and says whether there is more."""
 
     def __init__(self, target: Target, places: Places, feeds: Feeds) -> None:
+        """Raises OSError: nobody can connect to such a place."""
         self.target, self.places = target, places
         self.trusted = False
         self.holdings = Holdings(feeds.index)
@@ -105,7 +112,11 @@ class Feed:
         self._monitor = self._events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._watch(self._monitor)
         self._watch(self._events)
-        self._events.connect(self.places.events)
+        try:
+            self._events.connect(self.places.events)
+        except zmq.ZMQError as error:
+            self.close()
+            raise OSError(error.errno, str(error)) from error
 
     def _watch(self, socket: Any) -> None:
         self._feeds.loop.add_reader(socket.fileno(), self._feeds.ready, self)
@@ -132,6 +143,15 @@ class Feed:
             return None
         return frames
 
+    def _rest(self) -> None:
+        """Nothing is to be read of what is published for now. Until ZeroMQ has been asked, what it was told of the
+        connection keeps the descriptor readable, and the loop busy."""
+        self._events.getsockopt(self._zmq.EVENTS)
+
+    def follows_on(self) -> None:
+        """What was known by other means of the target's cache was wrong; what was told here is as true as it was."""
+        self._cache = self.target.cache
+
     # -- working
 
     def read(self) -> bool:
@@ -140,7 +160,7 @@ class Feed:
                 next(self._piece)
             except StopIteration:
                 self._piece = None
-            except ValueError as error:
+            except _MALFORMED as error:
                 self._piece = None
                 self._reset("malformed", str(error))
             return True
@@ -155,13 +175,18 @@ class Feed:
             frames = self._received(self._replay)
             if frames is not None:
                 self._replay_said(frames)
+            else:
+                self._rest()
             return frames is not None
         if self._pending is not None:
             number, payload = self._pending
             self._pending = None
             self._published(number, payload, asked=True)
             return True
-        frames = self._received(self._events) if self.trusted else None
+        if not self.trusted:
+            self._rest()
+            return False
+        frames = self._received(self._events)
         if frames is None:
             return False
         if len(frames) < 2 or len(frames[-2]) != 8:
@@ -224,7 +249,7 @@ class Feed:
             batch = read(payload)
             if batch.rank is not None and self.target.rank is not None and batch.rank != self.target.rank:
                 raise ValueError(f"rank {batch.rank} publishes where rank {self.target.rank} should")
-        except ValueError as error:
+        except _MALFORMED as error:
             self._reset("malformed", str(error))
             return
         self._piece = self.holdings.apply(batch, self._feeds.dead)
@@ -248,10 +273,13 @@ class Feed:
         self._from_start = last is None
         self._replay = replay = self._feeds.socket(self._zmq.DEALER)
         replay.setsockopt(self._zmq.RCVHWM, _WAITING)
-        replay.connect(self.places.replay)
-        replay.send_multipart((b"", (last or 0).to_bytes(8, "big")))
         self._until = self._feeds.clock() + _REPLAY_WITHIN
         self._watch(replay)
+        try:
+            replay.connect(self.places.replay)
+            replay.send_multipart((b"", (last or 0).to_bytes(8, "big")))
+        except self._zmq.ZMQError:
+            self._give_up_replay()
 
     def _replay_said(self, frames: list[bytes]) -> None:
         self._until = self._feeds.clock() + _REPLAY_WITHIN
@@ -343,6 +371,8 @@ class Feeds:
         self._fleet = fleet
         self.by_target: dict[Target, Feed] = {}
         self._context: Any = None
+        self._refused: dict[Target, Places] = {}
+        """Where ZeroMQ would not connect to; said once."""
         self._ready: dict[Feed, None] = {}
         """Those that may have something to read, in turn."""
         self._sweeping: Iterator[None] | None = None
@@ -365,8 +395,16 @@ class Feeds:
                 self._ready.pop(feed, None)
                 self._work_later()
         for target, places in wanted.items():
-            if target not in self.by_target:
-                self.by_target[target] = Feed(target, places, self)
+            if target not in self.by_target and self._refused.get(target) != places:
+                try:
+                    self.by_target[target] = Feed(target, places, self)
+                except OSError as error:
+                    self._refused[target] = places
+                    name = target.worker.name
+                    said = event("kv_refused", worker=name, reason=str(error))
+                    log.warning("KV events of worker %s cannot be followed: %s", name, error, extra=said)
+        for target in self._refused.keys() - wanted.keys():
+            del self._refused[target]
 
     def close(self) -> None:
         if self._timer is not None:
@@ -385,6 +423,7 @@ class Feeds:
 
         if self._context is None:
             self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)
         made: Any = self._context.socket(kind)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.IPV6, 1)

@@ -112,6 +112,9 @@ class Shelf:
         self._count -= 1
         return ours
 
+    def clear(self) -> None:
+        self._buckets, self._count = [], 0
+
     def ours(self) -> Iterator[int]:
         """Our hashes of all."""
         for bucket in self._buckets:
@@ -198,3 +201,5 @@ class Index:
             self.take(block, shelf)
             if not number % _A_PIECE:
                 yield
+        shelf.clear()
+        self._sets.clear()  # its tuples keep shelves that are dead

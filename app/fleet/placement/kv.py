@@ -126,7 +126,7 @@ class Prompt:
 
     async def read(self) -> None:
         self._read = True
-        worker = self._caches.asked(self._model)
+        worker = self._caches.asked(self._model) if self._guessed.name(0.0) else None  # else it is too short
         if worker is not None:
             self._tokens = await self._caches.tokenizer.tokens(self._path, self._model, self._said, worker)
 
@@ -153,7 +153,10 @@ class Prompt:
 
     def settle(self, target: Target, usage: tuple[int, int] | None) -> None:
         if self._exact is None or target is not self._where:
+            feed = None if self._caches.feeds is None else self._caches.feeds.trusted(target)
             self._guessed.settle(target, usage)
+            if feed is not None:
+                feed.follows_on()
             return
         if usage is None or not (usage[1] or target.worker.cells.cached_tokens):
             return

@@ -23,7 +23,8 @@ from app.metrics import Metrics
 _PATH = b"/tokenize"
 _MOST_ANSWER = 64 << 20
 _MOST_REMEMBERED = 16 << 20
-"""Bytes of tokens, four each."""
+"""Bytes of tokens, four each, and `_AN_ENTRY` for each prompt."""
+_AN_ENTRY = 300
 _PASSED = ("messages", "tools", "prompt", "add_generation_prompt", "continue_final_message", "add_special_tokens",
            "chat_template", "chat_template_kwargs")  # fmt: skip
 """Fields of a request that change its prompt, and that `/tokenize` takes as well."""
@@ -83,7 +84,7 @@ class Tokenizer:
             if status != 200:
                 raise ValueError(f"status {status}")
             tokens = array("I", msgspec.json.decode(answer, type=_Tokens).tokens).tobytes()
-        except (AttemptFailed, ValueError, OverflowError, OSError):
+        except (AttemptFailed, ValueError, OverflowError, RecursionError, OSError):
             self._metrics.tokenized.inc("failed")
             return None
         self._metrics.tokenized.inc("ok")
@@ -92,9 +93,9 @@ class Tokenizer:
 
     def _remember(self, key: tuple[int, int], tokens: bytes) -> None:
         self._known[key] = tokens
-        self._size += len(tokens)
+        self._size += len(tokens) + _AN_ENTRY
         while self._size > _MOST_REMEMBERED:
-            self._size -= len(self._known.popitem(last=False)[1])
+            self._size -= len(self._known.popitem(last=False)[1]) + _AN_ENTRY
 
 
 class _Tokens(msgspec.Struct):

@@ -164,7 +164,7 @@ class ClientProtocol(Connection):
     def _part(self) -> None:
         if self._queue:
             self._queue[-1].keep_alive = False
-        elif not self.transport.is_closing():
+        elif self in self._connections and not self.transport.is_closing():  # else another protocol has it
             raw = self.transport.get_extra_info("socket")
             if raw is None or tcp.is_quiet(raw):
                 self.transport.close()

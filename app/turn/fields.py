@@ -222,7 +222,13 @@ def members(body: bytes) -> dict[str, msgspec.Raw] | None:
         spans = _members(text)
     except TooLarge:
         return None
-    return None if spans is None else {name: msgspec.Raw(text[slice(*span)]) for name, span in spans.items()}
+    if spans is None or len(text) > _BETWEEN:
+        return None
+    try:
+        json.loads(text)  # what is no JSON at all is for whoever gets it whole to refuse
+    except (ValueError, RecursionError):
+        return None
+    return {name: msgspec.Raw(text[slice(*span)]) for name, span in spans.items()}
 
 
 def with_member(body: bytes, name: str, value: bytes) -> bytes:

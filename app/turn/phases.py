@@ -18,6 +18,7 @@ gets another prompt's. So
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import re
 import time
@@ -28,12 +29,13 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.capacity import Choice, Full, Slot
+from app.fleet.placement.foresight import Foreseen
 from app.fleet.workers import Target
 from app.http.calling import Whole
 from app.http.exchange import Exchange
 from app.http.headers import Header, response_headers
 from app.http.inplace import Wake
-from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
+from app.http.worker import AttemptFailed, AttemptTimeout, ConnectFailed, ConnectionBroken, WorkerConnection
 from app.sessions.affinity import Binding
 from app.turn.access import Told
 from app.turn.fields import with_member
@@ -51,6 +53,8 @@ _MOST_ANSWER = 4 << 20
 _ENOUGH = 64
 """Bytes of a stream that tell whether its first event is an error."""
 _is_error = re.compile(rb'\s*data:\s*\{\s*"error"\s*:').match
+_NOT_BEGUN = frozenset({400, 404, 413, 415, 422})
+"""Statuses of a request that was refused before anything was done for it."""
 _NOBODY: frozenset[str] = frozenset()
 _QUEUE, _PREFILL, _HANDOVER, _FIRST_TOKEN = (("queue",), ("prefill",), ("handover",), ("first_token",))
 _WAITED = ("cached", "stored")
@@ -64,6 +68,10 @@ class HandoverLost(Exception):
     def __init__(self, failure: AttemptFailed | None) -> None:
         super().__init__("the decode worker cannot go on with the prompt")
         self.failure = failure
+
+
+class _Relayed(Exception):
+    """The client has its answer: the prefill worker's."""
 
 
 class _SplitRequest(Request):
@@ -207,11 +215,11 @@ class PhasedTurn(Turn):
     async def _try_until_answered(self) -> None:
         if self._relayed:
             return
-        try:
-            await super()._try_until_answered()
-        except HandoverLost as lost:
-            await self._start_over(lost.failure)
-            if not self._relayed:
+        with contextlib.suppress(_Relayed):
+            try:
+                await super()._try_until_answered()
+            except HandoverLost as lost:
+                await self._start_over(lost.failure)
                 await super()._try_until_answered()
 
     async def _start_over(self, failure: AttemptFailed | None) -> None:
@@ -234,9 +242,17 @@ class PhasedTurn(Turn):
     async def _relay(self, connection: WorkerConnection) -> None:
         if self._handover is not None:
             await self._await_first(connection)
+            if connection.response.status in _NOT_BEGUN:
+                self._request.undelivered = True  # nothing was fetched: it is released in the end
         await super()._relay(connection)
         binding, attempt = self._binding, self._attempt
-        if binding is not None and attempt is not None and self._status < 300 and attempt.target is binding.target:
+        if (
+            binding is not None
+            and attempt is not None
+            and attempt.target is binding.target
+            and self._status < 300
+            and can_be_split(self._exchange.raw_path)
+        ):
             binding.saw(len(self._whole or self._request.body))
 
     async def _await_first(self, connection: WorkerConnection) -> None:
@@ -257,12 +273,19 @@ class PhasedTurn(Turn):
         response.pieces[:0] = first.pieces
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
+        if self._handover is not None and isinstance(failure, ConnectFailed):
+            self._request.undelivered = True  # whatever was sent before, on a stale connection, nobody has read
         await super()._move(lost, failure)
         await self._prepare()
 
     async def _is_taken_elsewhere(self, busy: frozenset[str]) -> bool:
         if not await super()._is_taken_elsewhere(busy):
             return False
+        attempt = self._attempt
+        if self._slots is not None and attempt is not None:
+            # Its slot is not held while another prompt is computed. What ends again gives nothing back twice.
+            attempt.end()
+            attempt.connection = None
         await self._prepare()
         return True
 
@@ -282,6 +305,8 @@ class PhasedTurn(Turn):
             self._request.body, self._parts = self._whole, None
         elif not self._request.undelivered:
             await self._compute_prompt()
+            if self._relayed:
+                raise _Relayed
 
     # -- the prompt
 
@@ -291,6 +316,8 @@ class PhasedTurn(Turn):
         assert self._parts is not None
         self._handover, self._first = None, False
         self._read_at = 0.0
+        if self._slots is not None:
+            self._slots.give_back()  # who waits for a slot to prefill holds none, or tenants would wait for themselves
         binding = self._phases.prefills.session(self._request)
         try:
             await self._prefill_until_answered(self._parts, binding)
@@ -375,7 +402,7 @@ class PhasedTurn(Turn):
         except Full:
             raise
         except TurnError as error:
-            if lost and error.code == "no_worker":
+            if lost and error.code in ("no_worker", "hint_required"):
                 raise TurnError("worker_unreachable", "no worker that prefills can be reached") from error
             raise
         if decision.overrides and self._prefill is None:
@@ -446,6 +473,13 @@ class PhasedTurn(Turn):
         self._phases.releases.begin(lambda target: request.whole(target, body), at, self._among)
 
     # -- its end
+
+    def _settle(self, prompt: Foreseen, over: Callable[[Exception | None], None], fault: Exception | None) -> None:
+        if self._handover is None:
+            super()._settle(prompt, over, fault)
+        else:  # the decode worker counts what it has fetched as cached
+            self._over = over
+            over(fault)
 
     def _account(self) -> None:
         self._let_go()

@@ -21,7 +21,7 @@ from app.http.exchange import Exchange
 from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import read_prefill_hints
 from app.sessions.placing import Placement
-from app.turn.fields import BodyHints, members
+from app.turn.fields import BodyHints, members, with_member
 from app.turn.releases import Releases
 from app.turn.request import Request
 from app.turn.routing import Decision, Hint, Routing
@@ -30,22 +30,28 @@ PREFILL_HINT = "X-Dynamo-Prefill-Instance-ID"
 _RANK_HINT = "X-Dynamo-Prefill-DP-Rank"
 TRANSFER = "kv_transfer_params"
 _PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
-_ASKED = msgspec.Raw(
+_ASKED = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
 _ONE = msgspec.Raw(b"1")
 _ONES = frozenset({b"1", b"null"})
+_NO_TEXT = msgspec.Raw(b'""')
+_OF_THE_PROMPT = ("best_of", "use_beam_search", "prompt_embeds", "prompt_logprobs", "echo")
+_HARMLESS = frozenset({b"null", b"false", b"1"})
 _NO_HINTS = BodyHints()
 
 
 class Parts(msgspec.Struct, frozen=True):
     """A request that can be split."""
 
-    prompt: bytes
-    """Has its prompt computed, for another worker."""
     one_token: bytes
-    """As that, without a word of other workers: with a hand-over it fetches what was staged, and does little more."""
+    """For one token: with a hand-over it fetches what was staged, and does little more."""
+
+    @property
+    def prompt(self) -> bytes:
+        """Has its prompt computed, for another worker."""
+        return with_member(self.one_token, TRANSFER, _ASKED)
 
 
 class _Blocks(msgspec.Struct):
@@ -81,9 +87,15 @@ def can_be_split(path: bytes) -> bool:
 
 
 def split(body: bytes) -> Parts | None:
-    """None: it cannot be: it asks for several answers, is split by somebody in front of us, or cannot be read."""
+    """None: it cannot be: it has several prompts or asks for several answers, wants to know of its prompt's tokens, is
+    split by somebody in front of us, or cannot be read."""
     said = members(body)
     if not said or bytes(said.get("n", _ONE)) not in _ONES or bytes(said.get(TRANSFER, b"null")) != b"null":
+        return None
+    prompt = bytes(said.get("prompt", _NO_TEXT)).strip()
+    if prompt[:1] == b"[" and not prompt[1:].lstrip()[:1].isdigit():  # not one list of tokens
+        return None
+    if any(bytes(said.get(name, b"null")) not in _HARMLESS for name in _OF_THE_PROMPT):
         return None
     for name in ("stream", "stream_options", "min_tokens", TRANSFER):
         said.pop(name, None)
@@ -91,8 +103,10 @@ def split(body: bytes) -> Parts | None:
     for name in limits or ("max_tokens",):
         said[name] = _ONE
     said["stream"] = msgspec.Raw(b"false")
-    one_token = _encode(said)
-    return Parts(_encode({**said, TRANSFER: _ASKED}), one_token)
+    try:
+        return Parts(_encode(said))
+    except UnicodeEncodeError:  # half a surrogate pair in a name
+        return None
 
 
 def handover_in(answer: bytes) -> bytes:

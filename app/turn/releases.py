@@ -21,7 +21,7 @@ from app.metrics import Metrics
 log = logging.getLogger("coatcheck.turn")
 
 _AT_ONCE = 32
-_MOST = 10_000
+_MOST = 1_000
 """That wait."""
 _WITHIN = 20.0
 """Seconds that one may take."""

@@ -276,7 +276,7 @@ class Routing:
             decision = Decision(view.target, _HOW.get(view.source, "cached"), "kept")
         elif session is None:
             key, claim = None, None
-            prompt = self.prompt(request)
+            prompt = self.prompt(request) if hint is None else None
             if prompt is not None and prompt.waits:
                 await prompt.read()
             decision = self.without_session(request, hint, among=among)

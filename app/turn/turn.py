@@ -284,7 +284,7 @@ class Turn:
             self._go(Decision(maker, kept.how_beside(binding), "kept"))
         elif binding is None:
             self._note_unnamed()
-            prompt = routing.prompt(self._request)
+            prompt = routing.prompt(self._request) if self._hint is None else None
             if prompt is not None and prompt.waits:
                 await self._presence.unless_gone(prompt.read())
             self._go(routing.without_session(self._request, self._hint, among=self._among))
@@ -539,9 +539,8 @@ class Turn:
         if decision.overrides:
             metrics.hints_overridden.inc()
         # The affinity notes where it places sessions, and the capacity where those go that waited.
-        if decision.how in ("none", "bypassed"):
-            if not decision.target.full:
-                self._shared.fleet.note_placed(decision.target)
+        if decision.how in ("none", "bypassed") and not decision.target.full:
+            self._shared.fleet.note_placed(decision.target)
             self._foresee(decision.target)
 
     def _foresee(self, target: Target) -> None:
@@ -555,6 +554,7 @@ class Turn:
 
     def _settle(self, prompt: Foreseen, over: Callable[[Exception | None], None], fault: Exception | None) -> None:
         """It has ended: was it as foreseen?"""
+        self._over = over  # which kept the turn, and its body, in a circle
         answer, decision, metrics = self._answer, self._decision, self._shared.metrics
         if self._outcome == "completed" and answer is not None and decision is not None and metrics.usages_left:
             prompt.settle(decision.target, answer.usage)

@@ -33,6 +33,8 @@ AT_ONCE = 30
 MOST_FAILED = AT_ONCE // 3 + 2
 """A third of them has been sent to the sick worker before anybody can know, and each of the two replicas may have sent
 it one more."""
+HEARD_ANEW = 2.5
+"""Seconds after which every replica has said again what it has running."""
 FIRST_BYTE = 2.0
 SLOW_START = 0.5
 DOWN_AFTER = 1.0
@@ -141,6 +143,8 @@ async def test_a_sick_worker_costs_few_turns_and_keeps_no_session(fleet: Fleet, 
         answers = await fleet.each([new_session() for _ in range(30)])
         bound = {session: worker for session, (_, worker) in answers.items()}
         assert set(bound.values()) == {worker.name for worker in fleet.workers}
+        # What each replica has heard of the other's load is of a moment in that: placed by it, more go to one worker.
+        await asyncio.sleep(HEARD_ANEW)
     else:
         assert not [await turns(worker) for worker in fleet.workers if await turns(worker)]
     await order_fault(fleet.sick, times=None, **SICK[how])

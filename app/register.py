@@ -34,7 +34,7 @@ from app.fleet.discovery.records import (
     encode_record,
     this_host,
 )
-from app.fleet.workers import WorkerError, checked_name, normal_url, worker_name
+from app.fleet.workers import WorkerError, checked_name, checked_place, normal_url, worker_name
 from app.making import open_claims_at
 from app.sessions.tenants import checked_key, read_key
 from app.values import mask
@@ -241,6 +241,19 @@ async def _either(event: asyncio.Event, *, timeout: float) -> None:
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
+def record_of(args: argparse.Namespace, url: str) -> WorkerRecord:
+    """What is said of the worker at `url`. Raises WorkerError."""
+    return WorkerRecord(
+        url=url,
+        ranks=args.dp,
+        phase=args.phase,
+        kv_events=checked_place(args.kv_events) if args.kv_events else "",
+        kv_replay=checked_place(args.kv_replay) if args.kv_replay else "",
+        labels=dict(args.label),
+        host=this_host(),
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or SIGINT, and through the drain. Returns the exit code. Raises Trouble."""
     logs.set_up("info")
@@ -248,13 +261,13 @@ def run(args: argparse.Namespace) -> int:
         url = normal_url(args.worker_url)
         check_reachable(url, from_here=True)
         name = checked_name(args.name or worker_name(url))
+        record = record_of(args, url)
         asked = normal_url(args.ask or url)
         key = read_key(args.worker_api_key_file) if args.worker_api_key_file else ""
     except (WorkerError, ValueError) as error:
         raise Trouble(str(error), code=2) from None
     except OSError as error:
         raise Trouble(f"--worker-api-key-file {args.worker_api_key_file}: {error.strerror}", code=2) from None
-    record = WorkerRecord(url=url, ranks=args.dp, phase=args.phase, labels=dict(args.label), host=this_host())
     try:
         asyncio.run(_until_stopped(args.to, name, record, asked, checked_key(key) if key else "", args))
     except StoreConfigurationError as error:

@@ -22,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase", choices=("both", "prefill", "decode"), default="both", help="what it does of a turn. Default: both"
     )
     parser.add_argument(
+        "--kv-events", default="", metavar="tcp://HOST:PORT", help="where it publishes its KV events (rank 0)"
+    )
+    parser.add_argument("--kv-replay", default="", metavar="tcp://HOST:PORT", help="where it replays them (rank 0)")
+    parser.add_argument(
         "--label", action="append", default=[], type=_label, metavar="KEY=VALUE", help="said of it; repeatable"
     )
     parser.add_argument("--ttl", type=_seconds, default=_TTL, metavar="SECONDS", help="%(default)g: the record's life")

@@ -332,7 +332,7 @@ class _Text:
     @property
     def hashes(self) -> list[int]:
         ends = (end // self._block_bytes for end in ENDS[: full_blocks(self.size)])
-        return [self._chain[end - 1] for end in ends if 0 < end <= len(self._chain)]
+        return [self._chain[max(end, 1) - 1] for end in ends if end <= len(self._chain)]
 
     def name(self, blocks: int) -> str:
         hashes = self.hashes

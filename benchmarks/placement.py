@@ -314,7 +314,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = args.seconds * (0.2 if args.quick else 1.0)
     chart = args.out / ("placement-quick.svg" if args.quick or args.only else "placement.svg")
     args.out.mkdir(parents=True, exist_ok=True)
-    print(head_to_head(seconds, args.seed, chart, args.only).markdown(), flush=True)
+    try:
+        found = head_to_head(seconds, args.seed, chart, args.only)
+    except ValueError as error:
+        parser.error(str(error))
+    print(found.markdown(), flush=True)
     return 0
 
 

@@ -59,9 +59,9 @@ def html(runs: Sequence[Shown], told: Told) -> str:
 <body>
 <header>
   {_ICON}
-  <div><h1>Same agents, same fleet, three ways in</h1>
+  <div><h1>Same agents, same fleet{f", {len(runs)} ways in" if len(runs) > 1 else ""}</h1>
   <p>{told.workers} workers, {ours.figures.sessions} agent sessions, {ours.seconds:g} seconds each way. One worker is
-  killed and comes back empty; coatcheck loses a replica as well.</p></div>
+  killed and comes back empty{"; coatcheck loses a replica as well" if runs[-1].key == "coatcheck" else ""}.</p></div>
 </header>
 <main>
 <p class="lead">{_lead(runs)}</p>
@@ -95,7 +95,7 @@ def html(runs: Sequence[Shown], told: Told) -> str:
     session is split when a turn of it goes to another worker although the one before is there.</li>
   </ul>
   <p class="note">All of it took {told.took:.0f} s. <code>coatcheck demo --seed {told.seed} --workers {told.workers}
-  --policy {escape(told.policy)}</code> makes it again.</p>
+  --policy {escape(told.policy)} --seconds {ours.seconds:g}</code> makes it again.</p>
 </section>
 </main>
 </body>
@@ -120,7 +120,7 @@ def _lead(runs: Sequence[Shown]) -> str:
     split = _in_brackets(f"{each.figures.moved_needlessly} by {escape(each.title)}" for each in runs[:-1])
     whole = "No session" if not ours.moved_needlessly else f"{ours.moved_needlessly} of {ours.sessions} sessions"
     return (
-        f"With coatcheck <b>{ours.cached_share:.0%}</b> of all prompt tokens were in a cache already{others}. "
+        f"{escape(runs[-1].title)}: <b>{ours.cached_share:.0%}</b> of all prompt tokens were in a cache{others}. "
         f"<b>{whole}</b> left a worker that was there{split}."
     )
 

@@ -3,15 +3,18 @@ router that change while it runs."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
+from app import registering
 from app.config import Settings
-from app.fleet.discovery.records import WORKERS, WorkerRecord, decode_record
-from app.register import Engine, Registration, Sign
+from app.fleet.discovery.records import WORKERS, WorkerRecord, decode_record, encode_record
+from app.fleet.workers import WorkerError
+from app.register import Engine, Registration, Sign, record_of
 from app.reloading import Passed, Rereading
 from app.sources import EffectiveSettings, read_settings
 from backends.base import StoreUnavailable
@@ -95,6 +98,19 @@ async def test_a_record_is_made_when_the_engine_is_well_and_follows_what_it_serv
     assert (await sidecar.the_record(10 * TTL)).models == ("m", "adapter")
     await sidecar.end()
     assert await sidecar.record() is None
+
+
+def test_what_is_said_of_a_worker_is_what_routers_read() -> None:
+    parser = argparse.ArgumentParser()
+    registering.add_arguments(parser)
+    places = ["--kv-events", "tcp://10.0.0.1:5557", "--kv-replay", "tcp://10.0.0.1:5558"]
+    given = ["--worker-url", "http://10.0.0.1:1", "--to", "file:///x", "--dp", "2", "--phase", "decode"]
+    record = decode_record(encode_record(record_of(parser.parse_args([*given, *places]), "http://10.0.0.1:1")))
+    spec = record.spec("w", "")
+    assert (spec.ranks, spec.phase) == (2, "decode")
+    assert (spec.kv_events, spec.kv_replay) == (places[1], places[3])
+    with pytest.raises(WorkerError, match="write it as tcp://host:port"):
+        record_of(parser.parse_args([*given, "--kv-events", "tcp://*:5557"]), "http://10.0.0.1:1")
 
 
 @in_virtual_time

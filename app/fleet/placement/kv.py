@@ -126,7 +126,7 @@ class Prompt:
 
     async def read(self) -> None:
         self._read = True
-        worker = self._caches.asked(self._model) if self._guessed.name(0.0) else None  # else it is too short
+        worker = self._caches.asked(self._model)
         if worker is not None:
             self._tokens = await self._caches.tokenizer.tokens(self._path, self._model, self._said, worker)
 

@@ -17,7 +17,7 @@ WORD_STANDS = 6.0
 _FEWEST_OWED = 2
 _SOON = 1.0
 """Seconds that what a worker was chosen for may take to get there: its claim is made first."""
-_SILENT = 0.25
+_SILENT = 0.5
 """Seconds without an answer after which a worker that did answer before is in doubt: in a burst all owe for less."""
 
 

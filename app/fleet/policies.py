@@ -46,7 +46,8 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
     if not candidates.key:
         some = candidates.compared()
         load, _ = _usual(some)
-        return min(some, key=lambda each: (_weight(each, load), each.placed))
+        doubts = _doubts(some)
+        return min(some, key=lambda each: (_weight(each, load, doubts), each.placed))
     walk = candidates.walk()
     compared = candidates.beside(walk)
     return _first_with_room(walk, compared, *_usual(compared))
@@ -72,17 +73,25 @@ def least(targets: Sequence[Target]) -> Target:
 
 
 def _least(targets: Sequence[Target], load: float, sessions: float) -> Target:
+    doubts = _doubts(targets)
+
     def weight(target: Target) -> tuple[float, float, int]:
-        return _weight(target, load), target.settled + target.worker.newness * sessions, target.placed
+        return _weight(target, load, doubts), target.settled + target.worker.newness * sessions, target.placed
 
     return min(targets, key=weight)
 
 
-def _weight(target: Target, load: float) -> float:
+def _doubts(targets: Sequence[Target]) -> bool:
+    """Whether owing answers speaks against a worker: not where all owe as much. Then all are busy, and whoever answered
+    a moment ago is no better than the others."""
+    return not all(target.worker.owed.much for target in targets)
+
+
+def _weight(target: Target, load: float, doubts: bool = True) -> float:
     """Its load as placement sees it. `load`: the usual."""
     worker = target.worker
     weight = target.load + worker.newness * load  # what it has not been given yet counts as if it had
-    return (weight + _OWING_TURNS) * _OWING_TIMES if worker.owed.doubtful else weight
+    return (weight + _OWING_TURNS) * _OWING_TIMES if doubts and worker.owed.doubtful else weight
 
 
 def _usual(targets: Sequence[Target]) -> tuple[float, float]:

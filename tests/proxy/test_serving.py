@@ -133,9 +133,13 @@ async def test_an_adapter_that_is_loaded_later_is_found_on_both_replicas(rooms: 
             assert (turn.status, turn.worker) == (200, "w1")
         room.worker("w1").models.remove("lora")
         room.worker("w2").models.append("lora")
-        for app in room.replicas:
-            app.catalog.look()
-        await until(lambda: all(app.catalog.serving("lora") == frozenset({"w2"}) for app in room.replicas))
+
+        def found() -> bool:
+            for app in room.replicas:
+                app.catalog.look()  # again: one that is under way already may be of before
+            return all(app.catalog.serving("lora") == frozenset({"w2"}) for app in room.replicas)
+
+        await until(found)
         # Its claim beside the session's own moves to where the model is now.
         assert [(await ask(room, "lora", "s", at=at)).worker for at in (1, 0)] == ["w2", "w2"]
         assert (await ask(room, "a", "s", at=1)).worker == "w0"

@@ -283,7 +283,7 @@ def test_who_owes_answers_is_passed_over_until_it_answers(turns: str) -> None:
     for _ in range(2):
         before = silent.in_flight
         for _ in range(30):
-            place.clock.now += 0.1
+            place.clock.now += 0.2
             target = place.session() if turns == "sessions" else place()
             if target is silent:
                 target.worker.health.good -= 1
@@ -301,6 +301,21 @@ def test_a_burst_does_not_run_to_the_one_that_answers_first() -> None:
     for _ in range(300):
         place.session().in_flight += 1
         quick.worker.health.good += 1
+    assert unevenness(target.in_flight for target in place.targets) <= 1.1
+
+
+def test_where_all_are_slow_whoever_answered_last_is_not_given_all() -> None:
+    """On a busy machine all are silent for longer than that; one of them has just answered."""
+    place = Placing(owing=True)
+    for target in place.targets:
+        target.worker.health.good += 1
+    for _ in range(12):
+        place.session().in_flight += 1
+    place.clock.now += 2
+    quick = place.targets[0]
+    quick.worker.health.good += 1
+    for _ in range(90):
+        place.session().in_flight += 1
     assert unevenness(target.in_flight for target in place.targets) <= 1.1
 
 

@@ -324,13 +324,13 @@ GOLDEN = {
     "turns": 1106,
     "refused": 10,
     "prompt_tokens": 10063543,
-    "cached_share": 0.3129,
-    "ttft_seconds": {"p50": 0.081051, "p95": 4.226605, "p99": 5.701786},
-    "itl_seconds": {"p50": 0.002118, "p95": 0.002402},
-    "max_over_mean_work": 1.612,
+    "cached_share": 0.3127,
+    "ttft_seconds": {"p50": 0.085671, "p95": 4.092771, "p99": 6.081177},
+    "itl_seconds": {"p50": 0.002111, "p95": 0.002387},
+    "max_over_mean_work": 1.614,
     "split_sessions": 0,
-    "preemptions": 307,
-    "simulated_seconds": 786.219,
+    "preemptions": 315,
+    "simulated_seconds": 786.199,
 }
 
 

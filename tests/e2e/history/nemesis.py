@@ -274,6 +274,8 @@ class Nemesis:
         await self._wait(rng.choice([0.5, 2.0, 3.0]) * GRACE)
         self._deployment.name_workers(self._deployment.workers)
         self._watch_over(worker, removed)
+        # The source is broken next, perhaps: who has not read it until then goes on without the worker, however long.
+        await self._wait(2.0)
 
     async def _break_source(self, rng: random.Random) -> None:
         """It is empty, cut off, garbage, or not there: where there is a last good view that stands, and nothing at all

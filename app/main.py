@@ -33,7 +33,8 @@ from app.fleet.placement.prefix import Prefixes
 from app.fleet.placement.tokens import Tokenizer
 from app.fleet.policies import POLICIES, by_cache
 from app.fleet.probes import Prober
-from app.fleet.workers import Fleet, worker_specs
+from app.fleet.specs import worker_specs
+from app.fleet.workers import Fleet
 from app.gathering import Member
 from app.gauges import register_gauges
 from app.http.exchange import Proxy

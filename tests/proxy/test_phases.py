@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.fleet.workers import worker_specs
+from app.fleet.specs import worker_specs
 from app.turn import phases
 from tests.support.client import Call
 from tests.support.phased import LONG, Phased, phased, places, said

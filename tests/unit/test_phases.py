@@ -13,7 +13,8 @@ from app.errors import TurnError
 from app.fleet.discovery.file import read_workers
 from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
-from app.fleet.workers import Fleet, Phase, Target, Worker, lacking_phase, make_worker, worker_spec, worker_specs
+from app.fleet.specs import Phase, lacking_phase, worker_spec, worker_specs
+from app.fleet.workers import Fleet, Target, Worker, make_worker
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -159,9 +160,8 @@ def _introduce(console: Console, fleet: _Fleet) -> None:
     console.print("\n[bold green]coatcheck is up.[/] Ctrl-C stops it.\n")
     for url in fleet.replica_urls:
         console.print(f"  replica  {url}")
-    console.print(
-        f"  page     {fleet.replica_urls[0]}/admin/  [dim]or `coatcheck top --url {fleet.replica_urls[0]}`[/]"
-    )
+    page = f"  page     {fleet.replica_urls[0]}/admin/  "
+    console.print(Text.assemble(page, ("or  ", "dim"), f"{_ourselves()} top --url {fleet.replica_urls[0]}"))
     for url in fleet.worker_urls:
         console.print(f"  worker   {url}  [dim]simulated; the router calls it {worker_name(url)}[/]")
     console.print(Text(f"  claims   {fleet.claims}"))
@@ -180,8 +180,17 @@ def _introduce(console: Console, fleet: _Fleet) -> None:
     console.print()
 
 
+def _ourselves() -> str:
+    """How this command is started from here, as a person would type it."""
+    if shutil.which("coatcheck"):
+        return "coatcheck"
+    typed = Path(sys.argv[0])
+    return shlex.quote(str(typed)) if typed.name == "coatcheck" else f"{shlex.quote(sys.executable)} -m app"
+
+
 def _tell_events(console: Console, url: str) -> None:
-    """One line for each warning, as a replica has them; errors are in its log, which is shown."""
+    """One line for each warning, as a replica has them, but for an operator's word, whose effect is one as well; errors
+    are in its log, which is shown."""
     told: int | None = None
     with httpx.Client(base_url=url, trust_env=False) as client:
         while True:
@@ -189,7 +198,9 @@ def _tell_events(console: Console, url: str) -> None:
                 for shown in snapshots(client, url, {}):
                     events = sorted((int(number), event) for number, event in shown["events"].items())
                     for number, event in events:
-                        if told is not None and number > told and event["level"] == "warning":
+                        if told is None or number <= told or event["level"] != "warning":
+                            continue
+                        if event["kind"] != "mark_set":
                             at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
                             console.print(Text.assemble((f"{at}  ", "dim"), (event["message"], "yellow")))
                     told = max((number for number, _ in events), default=told or 0)

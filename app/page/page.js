@@ -243,7 +243,7 @@ function drawTiles() {
 
 // --- charts --------------------------------------------------------------------------------------------------------
 
-const LEFT = 40, BOTTOM = 20, TOP = 6;
+const LEFT = 48, BOTTOM = 20, TOP = 6;
 
 function plot(id, most, unit, paint, hover) {
   const box = $(id), width = Math.max(200, box.clientWidth), height = box.clientHeight || 190;
@@ -253,7 +253,7 @@ function plot(id, most, unit, paint, hover) {
   const scale = nice(most), y = (value) => TOP + high * (1 - value / scale);
   let svg = box.querySelector("svg");
   if (!svg) {
-    svg = el("svg", { role: "img", "aria-hidden": "true" });
+    svg = el("svg", { "aria-hidden": "true" });  // its legend says the numbers
     box.append(svg, el("div", { class: "quiet" }));
     const at = (event) => {
       const from = svg.getBoundingClientRect(), cell = (svg.clientWidth - LEFT) / shown.slot.count;
@@ -329,7 +329,7 @@ function drawHow() {
 function drawTtft() {
   const slots = Object.entries(shown.chart).map(([slot, row]) => [Number(slot), row]).sort(([a], [b]) => a - b);
   const values = slots.flatMap(([, row]) => [row[column("ttft_p50")], row[column("ttft_p95")]]).filter((value) => value != null);
-  plot("ttft", Math.max(0, ...values), (value) => value >= 1000 ? `${few(value / 1000)} s` : few(value), (x, y, step) => ["p95", "p50"].map((name) => {
+  plot("ttft", Math.max(0, ...values), (value) => value >= 1000 ? `${few(value / 1000)} s` : `${few(value)} ms`, (x, y, step) => ["p95", "p50"].map((name) => {
     let d = "", before = null;
     for (const [slot, row] of slots) {
       const value = row[column(`ttft_${name}`)];
@@ -340,7 +340,7 @@ function drawTtft() {
     }
     return el("path", { class: `line c-${name}`, d });
   }), (meant) => {
-    put($("ttft-note"), meant === null ? "last minute" : `${clock(meant * shown.slot.seconds, true)}, ${shown.slot.seconds} s`);
+    put($("ttft-note"), meant === null ? "last 15 minutes; below: the last one" : `${clock(meant * shown.slot.seconds, true)}, ${shown.slot.seconds} s`);
     put($("ttft").querySelector(".quiet"), values.length ? "" : "No turn yet.");
     sync($("ttft-legend"), ["p50", "p95"], (name) => el("li", {}, el("span", { class: `key c-${name}` }), el("span", { text: name }), el("b")), (node, name) => {
       put(node.querySelector("b"), duration(meant === null ? shown.fleet[`ttft_${name}_ms`] : shown.chart[meant][column(`ttft_${name}`)]));
@@ -367,7 +367,7 @@ function makeRow(name) {
     el("td", { class: "wide sessions", "data-label": "Sessions" }, bar()),
     cell("n errors", { "data-label": "Failed/min" }), cell("n ttft", { "data-label": "TTFT p95" }),
     cell("n cached", { "data-label": "Cached" }), cell("n moved", { "data-label": "Moved in/out" }),
-    el("td", { class: "act" }, el("button", { type: "button", class: "quiet", text: "Details", onclick: () => openWorker(name) })));
+    el("td", { class: "act" }, el("button", { type: "button", class: "quiet", text: "Details", "aria-label": `Details of ${name}`, onclick: () => openWorker(name) })));
 }
 
 function count(node, value, text, hot = false) {
@@ -414,7 +414,7 @@ function drawWorkers() {
   $("after").disabled = workers.page + 1 >= workers.pages;
   const absent = shown.access.whole ? shown.absent : {};
   sync($("absent"), Object.keys(absent), (name) => el("li", { "data-worker": name }, el("span"),
-    el("button", { type: "button", class: "quiet", text: "Put back", onclick: () => act(name, "uncordon", {}).catch((error) => notices([["bad", error.message]])) })),
+    el("button", { type: "button", class: "quiet", text: "Put back", "aria-label": `Put ${name} back`, onclick: () => act(name, "uncordon", {}).catch((error) => notices([["bad", error.message]])) })),
   (node, name) => put(node.querySelector("span"), `${name} was ${absent[name].mark} by ${absent[name].by}`));
 }
 
@@ -597,12 +597,12 @@ function explained(session, query) {
     ["Turns here", session.active_here],
     ["Ends", session.expires_in_seconds == null ? "" : session.expires_in_seconds <= 0 ? "now, if no other replica has renewed it" : `in ${span(session.expires_in_seconds)} without another turn`],
   ]);
-  return el("div", { class: "explained" }, el("p", {}, "The session is at ", el("b", { text: where }), "."), list,
+  return el("div", { class: "explained", tabindex: "-1" }, el("p", {}, "The session is at ", el("b", { text: where }), "."), list,
     el("div", { class: "acts" }, closing(query, (text) => found(el("p", { class: "empty", text })))));
 }
 
-function closing(query, then) {
-  return el("button", { type: "button", class: "danger", text: "Close", title: "Its claim goes: the next turn is its first", onclick: async (event) => {
+function closing(query, then, name = null) {
+  return el("button", { type: "button", class: "danger", text: "Close", "aria-label": name && `Close session ${name}`, title: "Its claim goes: the next turn is its first", onclick: async (event) => {
     event.target.disabled = true;
     try {
       const { outcome } = await ask("DELETE", "session", query);
@@ -621,18 +621,21 @@ async function listed(worker, after) {
   for (const session of sessions) {
     const query = { session: session.session, hashed: "true" };
     const row = el("tr", {},
-      el("td", {}, el("button", { type: "button", class: "quiet mono", text: session.session.slice(0, 12), title: session.session, onclick: () => found(explained(session, query)) })),
+      el("td", {}, el("button", { type: "button", class: "quiet mono", text: session.session.slice(0, 12), title: session.session, onclick: () => {
+        found(explained(session, query));
+        $("found").firstChild.focus();  // what had it is gone
+      } })),
       el("td", { text: session.worker + (session.rank == null ? "" : ` / ${session.rank}`) }),
       el("td", { class: "minor", text: session.source }), el("td", { class: "n", text: String(session.active_here) }),
       el("td", { class: "n minor", text: session.age_seconds == null ? "–" : span(session.age_seconds) }),
-      el("td", { class: "act" }, closing(query, () => row.remove())));
+      el("td", { class: "act" }, closing(query, () => row.remove(), session.session.slice(0, 12))));
     body.append(row);
   }
   const head = el("tr", {}, el("th", { text: "Session" }), el("th", { text: "Worker" }), el("th", { class: "minor", text: "Known by" }),
-    el("th", { class: "n", text: "Turns" }), el("th", { class: "n minor", text: "Age" }), el("th"));
+    el("th", { class: "n", text: "Turns" }), el("th", { class: "n minor", text: "Age" }), el("th", {}, el("span", { class: "sr", text: "More" })));
   const pager = el("div", { class: "pager" }, el("span", { text: `of ${number(total)} that this replica knows` }),
     next ? el("button", { type: "button", class: "quiet", text: "Next", onclick: async () => found(...await listed(worker, next)) }) : null);
-  return [el("table", { class: "grid list" }, el("thead", {}, head), body), pager];
+  return [el("table", { class: "grid list", "aria-label": "Sessions" }, el("thead", {}, head), body), pager];
 }
 
 // --- what people do ------------------------------------------------------------------------------------------------

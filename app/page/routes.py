@@ -15,6 +15,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import TurnError, documented
 from app.overview import Look, Order, Overview
@@ -84,9 +85,25 @@ def add_page(app: FastAPI, *, admins: Admins, overview: Overview) -> None:
         if overview.looking >= MOST_LOOKING - (0 if look.whole else _PROVEN):
             raise TurnError("overloaded", f"{overview.looking} look at this replica already")
         told = _told(overview, look, head=bool(request.scope.get("coatcheck.head")))
-        return EventSourceResponse(told, headers=HEADERS, sep="\n", send_timeout=_STALLED)
+        return _Events(told, headers=HEADERS, sep="\n", send_timeout=_STALLED)
 
     app.include_router(routes)
+
+
+class _Events(EventSourceResponse):
+    """One that ends as HTTP wants it also where the router stops: its maker cuts it there, which uvicorn takes for a
+    fault of the application."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        said: list[Message] = []
+
+        async def sent(message: Message) -> None:
+            said[:] = [message]
+            await send(message)
+
+        await super().__call__(scope, receive, sent)
+        if said and (said[0]["type"] == "http.response.start" or said[0].get("more_body", False)):
+            await send({"type": "http.response.body", "body": b""})
 
 
 async def _told(overview: Overview, look: Look, *, head: bool) -> AsyncIterator[ServerSentEvent]:

@@ -159,6 +159,10 @@ def test_the_printed_commands_work_as_they_are_printed(shared: Up) -> None:
     assert snippet
     assert "usage" in bash(snippet[0]).lower()
 
+    top = re.search(r"^  page .*/admin/  or  (.*) top --url http://\S+$", shared.text, re.MULTILINE)
+    assert top
+    assert "coatcheck" in bash(f"{top[1]} --version")
+
 
 def test_the_readmes_commands_work_as_they_are_written(shared: Up) -> None:
     """In their order; only the ports are those of this run."""

@@ -395,6 +395,7 @@ def create_app(
                 running=lambda: app.turns.count,
                 traffic=traffic,
                 tenants=lambda: _busy_tenants(app),
+                clock=asyncio.get_running_loop().time,  # as turns are counted
             )
             app.one_model = OneModel(models, app.turns)
             register_gauges(

@@ -171,10 +171,13 @@ class Target:
     `claiming` claims being made for it (`Place`), `queued` turns that wait for a slot here, `sessions` those that this
     replica remembers to be there; `turns_elsewhere` and `sessions_elsewhere` are the other replicas' (`Fleet.heard`).
     `limit`: how many may be in flight at once, 0: any number.
+
+    `spent`: seconds that turns were in flight or reserved here. Whoever counts one up takes the loop's time from it,
+    and whoever counts it down adds that: with `now` for each that is there it is what all have spent until now.
     """
 
     __slots__ = ("cache", "claiming", "headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved",
-                 "sessions", "sessions_elsewhere", "turns_elsewhere", "worker")  # fmt: skip
+                 "sessions", "sessions_elsewhere", "spent", "turns_elsewhere", "worker")  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None, limit: int = 0) -> None:
         self.worker = worker
@@ -182,9 +185,11 @@ class Target:
         self.limit = limit
         self.in_flight = 0
         self.reserved = self.claiming = 0
+        self.spent = 0.0
         self.queued = 0
         self.sessions = 0
-        self.turns_elsewhere = self.sessions_elsewhere = 0
+        self.turns_elsewhere = 0.0
+        self.sessions_elsewhere = 0
         self.points = points_of(worker.name, rank)
         """By which a hash finds it."""
         self.cache = Cache(self)
@@ -440,10 +445,10 @@ class Fleet:
             if worker.takes_turns != prefill and worker.name not in lost and (among is None or worker.name in among)
         )
 
-    def heard(self, replica: str, loads: Mapping[Target, tuple[int, int]]) -> None:
-        """What another replica has at each target, in turns in flight and in sessions, in place of what it said before.
-        It counts until the replica says otherwise, or nothing for a while; with no `loads`, or when it is gone, it
-        counts nothing."""
+    def heard(self, replica: str, loads: Mapping[Target, tuple[float, int]]) -> None:
+        """What another replica has at each target, in turns in flight (`Lately`) and in sessions, in place of what it
+        said before. It counts until the replica says otherwise, or nothing for a while; with no `loads`, or when it is
+        gone, it counts nothing."""
         self._others.heard(replica, loads, self._clock())
 
     def note_placed(self, target: Target) -> None:

@@ -87,7 +87,7 @@ def standing_vllm(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | SETTINGS | settings,
+            env={**os.environ, **SETTINGS, **settings},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -340,9 +340,10 @@ function drawTtft() {
     }
     return el("path", { class: `line c-${name}`, d });
   }), (meant) => {
-    put($("ttft-note"), meant === null ? "last 15 minutes; below: the last one" : `${clock(meant * shown.slot.seconds, true)}, ${shown.slot.seconds} s`);
+    put($("ttft-note"), meant === null ? "last 15 minutes" : `${clock(meant * shown.slot.seconds, true)}, ${shown.slot.seconds} s`);
     put($("ttft").querySelector(".quiet"), values.length ? "" : "No turn yet.");
-    sync($("ttft-legend"), ["p50", "p95"], (name) => el("li", {}, el("span", { class: `key c-${name}` }), el("span", { text: name }), el("b")), (node, name) => {
+    sync($("ttft-legend"), ["p50", "p95"], (name) => el("li", {}, el("span", { class: `key c-${name}` }), el("span", { class: "what" }), el("b")), (node, name) => {
+      put(node.querySelector(".what"), meant === null ? `${name} in 1 min` : name);
       put(node.querySelector("b"), duration(meant === null ? shown.fleet[`ttft_${name}_ms`] : shown.chart[meant][column(`ttft_${name}`)]));
     });
   });

@@ -17,20 +17,25 @@ import pytest
 import yaml
 
 from app.config import SETTINGS
-from tests.support.fronts import CONF, INSTALLED, front_command
+from tests.support.fronts import CONF, INSTALLED, RESOLVES_FROM, front_command, nginx_version
+from tests.support.nameserver import NameServer
 from tests.support.processes import Process, Processes, wait_until
 from tests.support.wire import Answer, Wire, ask
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT = SETTINGS["max_header_bytes"].field.default
 JSON = [("content-type", "application/json")]
+LOOKS_UP_AGAIN = [
+    name for name in INSTALLED if name == "haproxy" or (name == "nginx" and nginx_version() >= RESOLVES_FROM)
+]
+"""Of these; how Envoy is told of a name server is not worth a test, and an older nginx cannot."""
 OK = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
 
 class ScriptedReplica:
     """Answers what its path asks for, and keeps every head that it was sent but those of `/ready`."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.heads: list[bytes] = []
         self.ready = True
         self.checks = 0
@@ -39,13 +44,13 @@ class ScriptedReplica:
         """The client of a `/v1/hang` has gone."""
         self.go = asyncio.Event()
         """Lets `/v1/stream` end."""
-        self.port = 0
+        self.host, self.port = host, port
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port, limit=1 << 20)
+        self._server = await asyncio.start_server(self._connected, self.host, self.port, limit=1 << 20)
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -140,11 +145,23 @@ def _free_port() -> int:
 @pytest.fixture(params=INSTALLED)
 async def front(request: pytest.FixtureRequest, processes: Processes, tmp_path: Path) -> AsyncIterator[Front]:
     replicas = [await ScriptedReplica().start() for _ in range(2)]
+    front = await _started(request.param, processes, tmp_path, replicas)
+    yield front
+    for process in processes.all:
+        process.terminate()
+    for replica in replicas:
+        await replica.stop()
+
+
+async def _started(
+    name: str, processes: Processes, folder: Path, replicas: list[ScriptedReplica], names: str = ""
+) -> Front:
+    """`names`: the address of a name server that knows `replica-1.test` and so on."""
     port = _free_port()
-    command = front_command(request.param, tmp_path, port, [replica.port for replica in replicas])
-    process = Process(request.param, command, tmp_path / "front.log")
+    command = front_command(name, folder, port, [replica.port for replica in replicas], names)
+    process = Process(name, command, folder / "front.log")
     processes.all.append(process)
-    front = Front(request.param, f"http://127.0.0.1:{port}", replicas)
+    front = Front(name, f"http://127.0.0.1:{port}", replicas)
 
     async def is_up() -> bool:
         assert process.alive, process.output()
@@ -153,10 +170,7 @@ async def front(request: pytest.FixtureRequest, processes: Processes, tmp_path: 
         return False
 
     await wait_until(is_up, 30)
-    yield front
-    process.terminate()
-    for replica in replicas:
-        await replica.stop()
+    return front
 
 
 def in_openais_shape(answer: Answer) -> bool:
@@ -179,6 +193,26 @@ async def test_a_replica_that_cannot_be_connected_to_is_passed_over(front: Front
     await front.replicas[0].stop()
     assert {(await front.post()).status for _ in range(8)} == {200}
     assert len(front.replicas[1].heads) == 8
+
+
+@pytest.mark.parametrize("name", LOOKS_UP_AGAIN)
+async def test_a_replica_that_has_got_another_address_is_found(name: str, processes: Processes, tmp_path: Path) -> None:
+    """As a container that was started anew; both replicas are one here, so that no other one takes its turns."""
+    before = await ScriptedReplica().start()
+    now = await ScriptedReplica("127.0.0.2", before.port).start()
+    with NameServer() as names:
+        names.records = {(f"replica-{number}.test", "A"): [before.host] for number in (1, 2)}
+        front = await _started(name, processes, tmp_path, [before, before], names.address)
+        assert (await front.post()).status == 200
+        assert len(before.heads) == 1
+        assert not now.heads
+        names.records = {key: [now.host] for key in names.records}
+        await before.stop()
+        await wait_until(lambda: _answers(front), 60)
+        assert {(await front.post()).status for _ in range(4)} == {200}
+        assert len(now.heads) == 5
+    processes.all[-1].terminate()
+    await now.stop()
 
 
 async def test_where_none_seems_well_turns_are_tried_all_the_same(front: Front) -> None:

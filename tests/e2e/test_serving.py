@@ -3,6 +3,7 @@ is what the workers say that they served."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -71,6 +72,17 @@ async def test_three_models_over_five_workers(processes: Processes) -> None:
         return all(["second" in await models_of(replica) for replica in replicas])
 
     await wait_until(known, 30)
+
+    # A worker freezes. What it alone has said is told all the same, and who looks for a new name waits no longer for it
+    # than is promised (2 seconds; the rest is for busy machines).
+    workers[0].process.freeze()
+    try:
+        async with asyncio.timeout(30):
+            for replica in replicas:
+                assert {"lora", "a", "c", "second"} <= set(await models_of(replica))
+            assert code(await turn(replicas[0].url, model="newer")) == (404, "model_not_found")
+    finally:
+        workers[0].process.thaw()
 
 
 async def test_a_model_whose_only_worker_is_down(processes: Processes) -> None:

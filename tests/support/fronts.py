@@ -21,7 +21,8 @@ CONF = {
 }
 BINARIES = {"nginx": NGINX, "haproxy": HAPROXY, "envoy": ENVOY}
 INSTALLED = [name for name, binary in BINARIES.items() if binary is not None]
-_RESOLVES_FROM = (1, 27, 3)
+RESOLVES_FROM = (1, 27, 3)
+"""nginx that can look names of replicas up again."""
 _TEMPORARY = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 
 
@@ -36,18 +37,38 @@ def nginx_version() -> tuple[int, ...]:
 def nginx_text(text: str, folder: Path) -> str:
     """As this machine's nginx takes it, with the temporary files of whoever runs the tests. The file itself says which
     version cannot look names up again."""
-    if NGINX is not None and nginx_version() < _RESOLVES_FROM:
+    if NGINX is not None and nginx_version() < RESOLVES_FROM:
         assert text.count(" resolve ") >= 2
         text = re.sub(r"(server \S+) resolve ", r"\1 ", text)
     own = "".join(f"    {kind}_temp_path {folder / kind};\n" for kind in _TEMPORARY)
     return text.replace("http {\n", f"http {{\n{own}", 1)
 
 
-def front_command(name: str, folder: Path, port: int, replicas: Sequence[int]) -> list[str]:
-    """Write the configuration of a front at `port` for replicas at those ports, and answer how it is started."""
+def _by_name(text: str, replicas: Sequence[int], names: str) -> str:
+    for number, replica in enumerate(replicas, 1):
+        text = text.replace(f"replica-{number}:8000", f"replica-{number}.test:{replica}")
+    for said, here in (
+        ("resolver 127.0.0.11 valid=5s;", f"resolver {names} valid=1s;"),  # nginx
+        ("parse-resolv-conf", f"nameserver test {names}"),  # HAProxy
+        ("init-addr libc,none", "init-addr none"),  # the machine's own name server has nothing to do with it
+        ("hold valid 5s", "hold valid 1s"),
+        ("hold obsolete 5s", "hold obsolete 1s"),
+    ):
+        text = text.replace(said, here)
+    assert names in text
+    return text
+
+
+def front_command(name: str, folder: Path, port: int, replicas: Sequence[int], names: str = "") -> list[str]:
+    """Write the configuration of a front at `port` for replicas at those ports, and answer how it is started.
+
+    `names`: the address of a name server. Then replicas keep their names, and what it has said is asked anew after a
+    second, not after five. Not for Envoy."""
     text = CONF[name].read_text()
     binary = BINARIES[name]
     assert binary is not None
+    if names:
+        text = _by_name(text, replicas, names)
     for number, replica in enumerate(replicas, 1):
         text = text.replace(f"replica-{number}:8000", f"127.0.0.1:{replica}")
         text = text.replace(

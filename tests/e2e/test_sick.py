@@ -84,7 +84,7 @@ class Fleet:
         return {each["name"]: each["state"] for each in answer.json["workers"]}
 
     async def rests(self) -> None:
-        """Returns when each replica has heard that the other has nothing to do; what it hears first may be older."""
+        """Returns when each replica has heard that the other has nothing to do: its second word from now on."""
 
         async def heard(replica: Replica, since: float) -> bool:
             told = (await ask(replica.url, target="/admin/replicas", headers=[("host", "localhost")])).json["replicas"]

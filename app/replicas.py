@@ -215,8 +215,8 @@ class Replicas:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`running`: turns now; `waiting`: of these, in the queue; `traffic`: what they came to; `tenants`: of each, those
-        not in the queue and those in it; `clock` monotonic, `wall` in Unix seconds."""
+        """`running`: turns now; `waiting`: of these, in the queue; `traffic`: what they came to; `tenants`: of each,
+        turns that are not in the queue, and that are; `clock` monotonic, `wall` in Unix seconds."""
         self._registry, self._me, self._fleet, self._affinity = registry, myself, fleet, affinity
         self._peers, self._names, self._running, self._waiting = peers, names, running, waiting
         self._traffic, self._tenants = traffic or Traffic(metrics, fleet, clock=clock), tenants

@@ -393,6 +393,7 @@ def create_app(
                 names=names,
                 metrics=metrics,
                 running=lambda: app.turns.count,
+                waiting=lambda: app.capacity.waiting if app.capacity is not None else 0,
                 traffic=traffic,
                 tenants=lambda: _busy_tenants(app),
                 clock=asyncio.get_running_loop().time,  # as turns are counted
@@ -541,8 +542,9 @@ async def _tick(metrics: Metrics) -> None:
 
 
 def _busy_tenants(app: Router) -> dict[str, tuple[int, int]]:
-    """Turns that run and that wait, by tenant: of those that have keys, all the others are one, without a name."""
-    running = app.turns.tenants() if app.keys.tenants else {}
+    """Turns that have what they need and that wait, by tenant: of those that have keys, all the others are one, without
+    a name."""
+    there = app.turns.tenants() if app.keys.tenants else {}
     waiting = app.capacity.waiting_by_tenant() if app.capacity is not None and app.keys.tenants else {}
-    names = running.keys() | waiting.keys()
-    return {name.decode() or "–": (running.get(name, 0), waiting.get(name, 0)) for name in names}
+    names = there.keys() | waiting.keys()
+    return {name.decode() or "–": (there[name] - waiting.get(name, 0), waiting.get(name, 0)) for name in names}

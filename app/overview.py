@@ -194,7 +194,7 @@ class Overview:
             "ttft_p95_ms": _ms(quantile(self._metrics.ttft.bounds, minute.ttft, 0.95)),
             "kept_percent": _percent(how["cached"] + how["stored"], known),
             "cached_percent": _percent(cached, prompt),
-            "running": sum(each["turns"] for each in replicas),
+            "running": sum(each["turns"] - each["waiting"] for each in replicas),
             "waiting": sum(each["waiting"] for each in replicas),
             # Each replica counts those that it knows: the truth lies between.
             "sessions_least": max(sessions),

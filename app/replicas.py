@@ -99,8 +99,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     figures: tuple[tuple[int, Figures], ...] = ()
     """Of the busiest workers, each by its place among `workers`."""
     tenants: dict[str, tuple[int, int]] = {}
-    """Turns that run and that wait, of the busiest tenants."""
+    """Turns that are not in the queue, and that are, of the busiest tenants."""
     waiting: int = 0
+    """Of the turns, those in the queue."""
     lag_ms: float | None = None
     store_ms: float | None = None
 
@@ -212,15 +213,16 @@ class Replicas:
         names: Naming,
         metrics: Metrics,
         running: Callable[[], int],
+        waiting: Callable[[], int] = int,
         traffic: Traffic | None = None,
         tenants: Callable[[], Mapping[str, tuple[int, int]]] = dict,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """`running`: turns now; `traffic`: what they came to; `tenants`: turns of each that run and that wait; `clock`
-        monotonic, `wall` in Unix seconds."""
+        """`running`: turns now; `waiting`: of these, in the queue; `traffic`: what they came to; `tenants`: of each,
+        turns that are not in the queue, and that are; `clock` monotonic, `wall` in Unix seconds."""
         self._registry, self._me, self._fleet, self._affinity = registry, myself, fleet, affinity
-        self._peers, self._names, self._running = peers, names, running
+        self._peers, self._names, self._running, self._waiting = peers, names, running, waiting
         self._traffic, self._tenants = traffic or Traffic(metrics, fleet, clock=clock), tenants
         self._clock, self._wall = clock, wall
         self._started = wall()
@@ -334,7 +336,7 @@ class Replicas:
             sums=self._traffic.sums(),
             figures=tuple(self._figures(list(workers), room + _FIGURES_BYTES - _WORKERS_BYTES)),
             tenants=dict(tenants[:_MOST_TENANTS]),
-            waiting=sum(waiting for _, (_, waiting) in tenants),
+            waiting=self._waiting(),
             lag_ms=self._traffic.lag_ms,
             store_ms=self._traffic.store_ms,
         )

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import json
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.fleet.capacity import Bounds
-from app.sessions.tenants import Tenants
+from app.sessions.tenants import Tenants, new_key
 from app.turn.request import Reading
 from app.turn.turn import Limits
 from tests.support.bench import SESSION, Bench, bench
 from tests.support.client import Call
 from tests.support.http_model import Request
-from tests.support.raw import OK, Peer, Worker, to_each, until
+from tests.support.raw import OK, Live, Peer, Worker, post, to_each, until
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
 
@@ -128,6 +130,44 @@ async def test_who_comes_too_many_waits_in_order() -> None:
         assert worker.served == [b"%d" % number for number in range(6)]
         assert worker.most == 2
         assert sum(b.metrics.queue_seconds.family().cells[0][1][:-1]) == 4
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+@pytest.mark.parametrize("keyed", [False, True])
+async def test_whoever_looks_is_told_who_runs_and_who_waits(keyed: bool, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_turns": 1}
+    key, line = new_key("alice")
+    if keyed:
+        settings["api_keys"] = tmp_path / "keys"
+        settings["api_keys"].write_text(line)
+    with Live(**settings) as live:
+        async with live.worker(to_each(_never)), contextlib.AsyncExitStack() as stack:
+            for _ in range(3):
+                client = await stack.enter_async_context(live.client())
+                await client.send(post(b"authorization: Bearer " + key.encode()))
+
+            async def is_so() -> bool:
+                samples = await live.samples()
+                return sum(number for name, number in samples.items() if "queued_turns" in name) == 2
+
+            async def is_told() -> bool:
+                await asyncio.sleep(0.2)  # a record is made anew every two seconds
+                async with live.client() as looking:
+                    await looking.send(b"GET /admin/stream HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                    await looking.until(b"data: ")
+                    shown = json.loads(await looking.until(b"\n"))
+                if keyed:
+                    (tenant,) = shown["tenants"].values() or ({},)
+                    if tenant != {"running": 1, "waiting": 2, "limit": 0}:
+                        return False
+                return (shown["fleet"]["running"], shown["fleet"]["waiting"]) == (1, 2)
+
+            await until(is_so)
+            await until(is_told)
+
+
+async def _never(peer: Peer, request: Request) -> None:
+    await peer.gone()
 
 
 async def test_with_a_slot_free_a_turn_runs_in_place() -> None:

@@ -84,9 +84,13 @@ def test_the_make_targets_exist() -> None:
 
 
 def commands() -> list[list[str]]:
-    """Each `coatcheck ...` of the pages, in words."""
+    """Each `coatcheck ...` of the pages, in words; of those within a sentence the ones that have flags."""
     text = "\n".join(itertools.chain(*(blocks(page, "sh", "bash") for page in PAGES.values()))).replace("\\\n", " ")
-    lines = (line.partition("#")[0].partition(">>")[0].split() for line in text.splitlines())
+    said = re.findall(
+        r"`(coatcheck \w+ [^`]*--[^`]*)`",
+        " ".join(re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S) for page in PAGES.values()),
+    )
+    lines = (line.partition("#")[0].partition(">>")[0].split() for line in [*text.splitlines(), *said])
     return [words[1:] for words in lines if words and words[0].rpartition("/")[2] == "coatcheck"]
 
 

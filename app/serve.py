@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import itertools
 import json
 import logging
@@ -60,6 +61,7 @@ _MODE_OF_UDS = 0o660
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 _KEPT_BYTES = 16 * 1024 * 1024
+_NEW_OBJECTS = 10_000
 _STOP_MARGIN = 5.0
 """Seconds that a process gets beyond its drain limits before it is killed."""
 _TO_TELL = 0.5
@@ -340,6 +342,7 @@ class Server(uvicorn.Server):
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
         _keep_freed_memory()
+        _spare_collections()
         super().run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -428,6 +431,16 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
             libc.mallopt(parameter, _KEPT_BYTES)
+
+
+def _spare_collections() -> None:
+    """Have Python look for garbage only where there may be some. What is there when serving begins lives as long as the
+    process: 79,000 objects, with which a full collection stops every stream for 50 to 100 ms, and without them for a
+    few. And of Python's 700 new objects, after which it looks at them, all belong to turns that run: 64 at once had
+    it look every 110 turns, for 1 to 2 % of their cost, and find nothing, because turns leave no circles behind."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 class _Supervisor:

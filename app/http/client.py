@@ -31,7 +31,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from app.errors import ClientDisconnected, TurnError, error_response
 from app.http import tcp
 from app.http.exchange import STATUS_LINES, Connection, Exchange, Proxy, Turn, head_bytes
-from app.http.headers import Header, connection_named
+from app.http.headers import OF_CONNECTION, Header, connection_named
 from app.http.inplace import Driven, taken_by_peer
 from app.http.origins import Origins, is_preflight
 
@@ -56,7 +56,7 @@ class ClientLimits(msgspec.Struct, frozen=True):
 _DOTS = re.compile(rb"(?:^|[/\\])\.{1,2}(?:[/\\;]|$)")
 """A segment that would lead elsewhere (RFC 3986 5.2.4)."""
 _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.ASCII)
-_ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"expect"})
+_LOOKED_AT = OF_CONNECTION | {b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"}
 _NOT_HANDED_OVER = frozenset({b"connection", b"content-length", b"transfer-encoding", b"expect"})
 _LARGE = 65536
 """Bytes of a body from which on it goes past the parser, which would copy it."""
@@ -96,6 +96,7 @@ class ClientProtocol(Connection):
         self._reader = _Reader(self)
         self._queue: deque[Exchange] = deque()
         """What was read and is not answered: the first is, when it has begun; the last may still get its body."""
+        self.read_paused = self.write_paused = False
         self._since = 0.0
         """When what we wait for began; for a body, its last byte. As it was last looked after: what has `_stirred`
         since then begins then."""
@@ -370,28 +371,28 @@ class _Reader:
     """Takes the bytes of a connection for requests, each a new Exchange, and refuses what two readers could understand
     differently. Its `on_` methods are called by httptools, in the order of the bytes."""
 
-    # From a head's first byte to its end; what has come of it, and what was seen in that. `_length` is what it said of
-    # the body, less what has come.
-    in_head = False
-    _url = b""
-    _hosts = 0
-    _coded = False
-    _length = 0
-    _expects_continue = False
-    _may_be_large = False
-    # The head that has just come, without the offer to change the protocol that it made: to be read instead of it.
-    _without_offer = b""
-    # Bytes that go to the exchange as they come, past the parser: the rest of a large body, or all (_ENDLESS).
-    _past = 0
-    # Bytes since the last that were of use: of an endless head, or of what goes with the chunks of a body.
-    _overhead = 0
-    _is_overhead = True
-
     def __init__(self, connection: ClientProtocol) -> None:
         self._connection = connection
         self._exchange: Exchange | None = None
         """What was read last; its body may still be coming, also after its answer."""
+        self.in_head = False
+        """From a head's first byte to its end. `_url` and `_headers` are what has come of it; among them how many
+        `_hosts` (an invalid one counts as two), and what `_seldom` is said."""
+        self._url = b""
         self._headers: list[Header] = []
+        self._hosts = 0
+        self._seldom: list[Header] = []
+        self._may_be_large = False
+        self._announced = b""
+        """The length of a body that has not come to its end, and may not have begun; how much of it `_came`."""
+        self._came = 0
+        self._without_offer = b""
+        """The head that has just come, without the offer to change the protocol that it made: to be read instead."""
+        self._past = 0
+        """Bytes that go to the exchange as they come, past the parser: the rest of a large body, or all (_ENDLESS)."""
+        self._overhead = 0
+        """Bytes since the last that were of use: of an endless head, or of what goes with the chunks of a body."""
+        self._is_overhead = True
         self._parser = self._new_parser()
 
     def _new_parser(self) -> Any:
@@ -449,11 +450,16 @@ class _Reader:
             except httptools.HttpParserError as error:
                 raise _not_http() from error
             break
-        if self._length > _LARGE:
-            self._past, self._length = self._length, 0
-        self._overhead = self._overhead + len(data) if self._is_overhead else 0
-        if self._overhead > limit:
-            raise _head_too_large(limit)
+        if self._announced and not self.in_head:  # and its body has not come to its end
+            missing = int(self._announced) - self._came
+            if missing > _LARGE:
+                self._past, self._announced = missing, b""
+        if self._is_overhead:
+            self._overhead += len(data)
+            if self._overhead > limit:
+                raise _head_too_large(limit)
+        else:
+            self._overhead = 0
 
     def _pass(self, data: bytes) -> bytes:
         """What there is nothing to parse of. Returns what comes behind it."""
@@ -471,8 +477,11 @@ class _Reader:
     def on_message_begin(self) -> None:
         self._url = b""
         self._headers = []
-        self._hosts = self._length = 0
-        self._coded = self._expects_continue = self._is_overhead = False
+        self._announced = b""
+        self._hosts = self._came = 0
+        if self._seldom:
+            self._seldom = []
+        self._is_overhead = False
         self.in_head = True
 
     def on_url(self, url: bytes) -> None:
@@ -482,46 +491,47 @@ class _Reader:
         if not self.in_head:
             return  # a trailer: those end here
         name = name.lower()
-        if name in _ONCE:
+        if name in _LOOKED_AT:
             if name == b"host":
                 self._hosts += 1 if (_is_host if len(value) <= 256 else _is_host.__wrapped__)(value) else 2
             elif name == b"content-length":
-                self._length = int(value)  # llhttp has taken it for one
-            elif name == b"expect":
-                self._expects_continue = value.lower() == b"100-continue"
-            elif self._coded or value.strip().lower() != b"chunked":
-                raise TurnError("invalid_request", "the only transfer coding that is understood is chunked")
+                self._announced = value  # a number: llhttp has taken it for one
             else:
-                self._coded = True
+                self._seldom.append((name, value))
         self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self.in_head = self._is_overhead = False
         parser, url, headers, connection = self._parser, self._url, self._headers, self._connection
-        version = parser.get_http_version()
+        seldom = self._seldom
         if self._may_be_large:
             limit = connection.limits.head_bytes
             if len(url) + sum(len(name) + len(value) + 4 for name, value in headers) > limit:
                 raise _head_too_large(limit)
-        http_1_1 = version == "1.1"
-        if http_1_1:
-            if self._hosts != 1:
-                raise TurnError("invalid_request", "a request needs exactly one valid Host")
-        elif version != "1.0" or self._hosts > 1 or self._coded:
-            raise _not_http()
+        keep_alive = http_1_1 = parser.should_keep_alive()
+        # Without a word of the connection only HTTP/1.1 keeps it, and llhttp takes long to say its version.
+        if seldom or not keep_alive:
+            coded = _is_coded(seldom)
+            version = parser.get_http_version()
+            http_1_1 = version == "1.1"
+            if not http_1_1 and (version != "1.0" or self._hosts > 1 or coded):
+                raise _not_http()
+        if http_1_1 and self._hosts != 1:
+            raise TurnError("invalid_request", "a request needs exactly one valid Host")
         method = parser.get_method()
         if method == b"CONNECT":
             raise TurnError("invalid_request", "this router makes no tunnels")
         raw_path, query, path, strays, authority = (_read_target if len(url) <= 256 else _read_target.__wrapped__)(url)
         proxy = connection.route(path)
-        if strays and proxy is not None:
-            raise TurnError("invalid_request", "the path of the request leads elsewhere")
-        if method == b"TRACE" and proxy is not None:  # it would tell what we add on the way (RFC 9110 9.3.8)
-            raise TurnError("method_not_allowed", "TRACE is not allowed", headers=((b"allow", _ALLOWED),))
+        if proxy is not None:
+            if strays:
+                raise TurnError("invalid_request", "the path of the request leads elsewhere")
+            if method == b"TRACE":  # it would tell what we add on the way (RFC 9110 9.3.8)
+                raise TurnError("method_not_allowed", "TRACE is not allowed", headers=((b"allow", _ALLOWED),))
         if authority:  # what Host says counts for nothing then (RFC 9112 3.2.2)
             headers = [(b"host", authority), *(pair for pair in headers if pair[0] != b"host")]
         switches = b""
-        if parser.should_upgrade():
+        if seldom and parser.should_upgrade():
             if proxy is not None and http_1_1 and method == b"GET":
                 switches = _websocket(headers)
             if not switches:
@@ -543,9 +553,9 @@ class _Reader:
             exchange.mark = mark
         if not http_1_1:
             exchange.http_1_1 = exchange.keep_alive = False
-        elif not parser.should_keep_alive():
+        elif not keep_alive:
             exchange.keep_alive = False
-        if self._expects_continue and http_1_1:
+        if seldom and http_1_1 and _expects_continue(seldom):
             exchange.expects_continue = True
         if switches:
             exchange.switches = switches
@@ -553,13 +563,25 @@ class _Reader:
 
     def on_body(self, body: bytes) -> None:
         self._is_overhead = False
-        self._length -= len(body)
+        self._came += len(body)
         self._exchange.feed(body)  # type: ignore[union-attr]
 
     def on_message_complete(self) -> None:
         if not self._without_offer:
-            self._url = b""
+            self._url = self._announced = b""
             self._exchange.received()  # type: ignore[union-attr]
+
+
+def _is_coded(seldom: Sequence[Header]) -> bool:
+    """Whether the body is in chunks. Raises TurnError for any other transfer coding."""
+    codings = [value for name, value in seldom if name == b"transfer-encoding"]
+    if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+        raise TurnError("invalid_request", "the only transfer coding that is understood is chunked")
+    return bool(codings)
+
+
+def _expects_continue(seldom: Sequence[Header]) -> bool:
+    return [value.lower() for name, value in seldom if name == b"expect"][-1:] == [b"100-continue"]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -30,6 +30,9 @@ HOP_BY_HOP = frozenset(
     }
 )
 
+OF_CONNECTION = frozenset({b"connection", b"proxy-connection"})
+"""What may say whether a connection is kept; llhttp knows both."""
+
 # Ours to say anew: the worker's address, the framing of the body that we buffered, the continue that we already gave,
 # and the request's id.
 NOT_TO_WORKER = HOP_BY_HOP | {b"host", b"content-length", b"expect", b"x-request-id"}
@@ -145,7 +148,7 @@ def response_headers(headers: list[Header], status: int, origin: Origin | None =
     for pair in headers:
         name = pair[0]
         if name not in _LOOKED_AT:
-            if not name.startswith(b"x-coatcheck-"):
+            if name[:12] != b"x-coatcheck-":
                 kept.append(pair)
         elif name in _ADDRESSES:
             kept.append((name, origin.hide(name, pair[1])) if origin is not None else pair)

@@ -9,10 +9,11 @@ from typing import Any
 
 import httptools
 
-from app.http.headers import Header, header
+from app.http.headers import OF_CONNECTION, Header, header
 
 _HEAD_BYTES = 256 * 1024
 """A worker's response head may not be longer, nor what comes with its body: trailers, extensions of chunks."""
+_LOOKED_AT = OF_CONNECTION | {b"transfer-encoding"}
 _INTERIM = re.compile(rb"HTTP/1\.[01] 1(?!01)")
 
 
@@ -37,20 +38,20 @@ OnInterim = Callable[[int, list[Header]], None]
 class Response:
     """What has come of one response, as httptools tells it. Made with its connection, begun anew for each request.
 
-    `pieces` is the body that nobody has taken yet. `framed` says that the head tells where the body ends, else the
-    connection's end does (`close_delimited`). `raw`: after 101 the bytes are another protocol's, and not parsed.
-    `_seen` is what has come of a head that is not complete; `_refusal`, why the parser will not read it.
+    `pieces` is the body that nobody has taken yet. `open_ended`: the head does not tell how long it is, and where not
+    even chunks do, the connection's end is its end (`close_delimited`). `raw`: after 101 the bytes are another
+    protocol's, and not parsed. `_seen` is what has come of a head that is not complete; `_refusal`, why the parser will
+    not read it.
     """
 
     __slots__ = (
         "_chunk_ended",
-        "_coded",
         "_expected",
-        "_framed",
         "_head_bytes",
         "_interim",
         "_overhead",
         "_parser",
+        "_plain",
         "_refusal",
         "_seen",
         "close_delimited",
@@ -58,6 +59,7 @@ class Response:
         "headers",
         "keep_alive",
         "on_interim",
+        "open_ended",
         "pieces",
         "raw",
         "status",
@@ -67,14 +69,10 @@ class Response:
         self._parser: Any = self._new_parser()
         # Of these only the last response of a connection leaves anything behind.
         self.close_delimited = self.raw = self._interim = self._chunk_ended = False
+        self._plain = True
         self._seen = b""
         self._refusal: httptools.HttpParserError | None = None
         self.begin(Expected.ANSWER, None)
-
-    @property
-    def open_ended(self) -> bool:
-        """The head does not tell how long the body is."""
-        return self._coded or self.close_delimited
 
     def _new_parser(self) -> Any:
         parser = httptools.HttpResponseParser(self)
@@ -84,7 +82,7 @@ class Response:
     def begin(self, expected: Expected, on_interim: OnInterim | None) -> None:
         self.status = 0
         self.headers: list[Header] = []
-        self.complete = self._framed = self._coded = False
+        self.complete = self.open_ended = False
         self.keep_alive = True
         self._expected, self.on_interim = expected, on_interim
         self._head_bytes = self._overhead = 0
@@ -102,7 +100,16 @@ class Response:
             return False
         has_head = self.status != 0
         try:
-            self._parse(data, has_head)
+            if self._refusal is not None:
+                self._mend(data, self._refusal)
+            else:
+                try:
+                    self._parser.feed_data(data)
+                except httptools.HttpParserError as error:
+                    if has_head or self.status or isinstance(error, httptools.HttpParserCallbackError):
+                        raise
+                    self._refusal = error
+                    self._mend(data, error)
         except httptools.HttpParserUpgrade as switch:  # nothing else than that 101 raises it
             self.pieces.append(data[switch.args[0] :])
         except httptools.HttpParserError as error:
@@ -126,25 +133,14 @@ class Response:
         # Within the size of the next chunk there is no other line end.
         return self._chunk_ended and not self.complete and data.endswith(b"\r\n")
 
-    def _parse(self, data: bytes, has_head: bool) -> None:
+    def _mend(self, data: bytes, refusal: httptools.HttpParserError) -> None:
         """Raises HttpParserError or HttpParserUpgrade."""
-        if self._refusal is None:
-            try:
-                self._parser.feed_data(data)
-            except (httptools.HttpParserUpgrade, httptools.HttpParserCallbackError):
-                raise
-            except httptools.HttpParserError as error:
-                if has_head or self.status:
-                    raise
-                self._refusal = error
-            else:
-                return
-        mended = _with_one_length(self._seen + data, self._refusal)
+        mended = _with_one_length(self._seen + data, refusal)
         if mended:
             self._refusal = None
             self._parser = self._new_parser()
             self.headers = []
-            self._interim = self._framed = False
+            self._interim = False
             self._parser.feed_data(mended)
 
     # -- httptools' side
@@ -154,37 +150,36 @@ class Response:
             self.keep_alive = False  # a second response to one request
         elif self.headers:  # of an interim response
             self.headers = []
-            self._framed = self._coded = False
+            self.open_ended = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status:  # later ones are trailers, which end here
             name = name.lower()
-            if name == b"content-length":
-                self._framed = True
-            elif name == b"transfer-encoding":
-                if self._coded or value.strip().lower() != b"chunked":
-                    raise NotHttp("the worker's response has a transfer coding other than chunked")
-                self._framed = self._coded = True
+            if name in _LOOKED_AT:
+                self._plain = False
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self.complete:
             return
-        if self._parser.get_http_version() not in ("1.1", "1.0"):
-            raise NotHttp("the worker speaks another version of HTTP")
+        self.keep_alive = self._parser.should_keep_alive()
+        # Without a word of the connection only HTTP/1.1 keeps it, and llhttp takes long to say its version. Kept means
+        # as well that the head tells where the body ends.
+        if not (self._plain and self.keep_alive):
+            self._look_closer()
         status = self._parser.get_status_code()
         if status < 200:
             if status == 101:
                 if self._expected is not Expected.SWITCH:
                     raise NotHttp("the worker switched protocols without being asked")
-                self.status, self.raw, self.keep_alive, self.close_delimited = status, True, False, True
+                self.status, self.raw, self.keep_alive = status, True, False
+                self.close_delimited = self.open_ended = True
             else:
                 self._interim = True
                 if status != 100 and self.on_interim is not None:  # 100 answers what ends here
                     self.on_interim(status, self.headers)
             return
         self.status = status
-        self.keep_alive = self._parser.should_keep_alive()
         if self._expected is Expected.HEAD:
             # llhttp does not know the request's method and would wait for the body that the header announces. Whoever
             # announces one where there is none may send it all the same, and it would be the next one's answer.
@@ -195,13 +190,22 @@ class Response:
         elif status in (204, 304):
             if self._announces_body():
                 self.keep_alive = False
-        elif not self._framed:
-            self.close_delimited = True  # RFC 9112 6.3, rule 8
-            self.keep_alive = False
+        elif not self.keep_alive and not self.open_ended and header(self.headers, b"content-length") is None:
+            self.close_delimited = self.open_ended = True  # RFC 9112 6.3, rule 8
+
+    def _look_closer(self) -> None:
+        """What a head says that is not like most. Raises NotHttp."""
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            raise NotHttp("the worker's response has a transfer coding other than chunked")
+        if self._parser.get_http_version() not in ("1.1", "1.0"):
+            raise NotHttp("the worker speaks another version of HTTP")
+        self._plain = True  # for the next head
+        self.open_ended = bool(codings)
 
     def _announces_body(self) -> bool:
         length = header(self.headers, b"content-length")
-        return self._coded or (length is not None and length.strip(b"0") != b"")
+        return self.open_ended or (length is not None and length.strip(b"0") != b"")
 
     def on_body(self, body: bytes) -> None:
         if not self.complete:

@@ -24,32 +24,32 @@ class Answer:
     ids to be claimed, which it does while there is a `_keeper`.
     """
 
-    # Defaults in the class: most answers never set most of these.
-    came = False
-    """The first piece of the body has come."""
+    # Defaults in the class: these are set before they are looked at, or seldom looked at.
     ttft = 0.0
-    """How long after the turn began, in seconds."""
+    """How long after the turn began the first piece of the body came, in seconds."""
     stalled = False
-    failure: AttemptFailed | None = None
-    """The body will not be completed."""
     _connection: WorkerConnection | None = None
     _binding: Hold | None = None
     _written_end = False
-    _held: list[bytes] | None = None
     _held_end = False
     _keeper: Keeper | None = None
     _marker: sse.EndDetector | None = None
-    _last = b""
-    """What came last of an answer that is no event stream."""
-    _trail: sse.Trail | None = None
-    """What went by last of an event stream that is more than one piece."""
-    _is_due = False
-    _due: Wake | None = None
-    """None: the turn does not wait, as for an answer that is whole when its head comes."""
 
     def __init__(self, exchange: Exchange, presence: Presence, began: float) -> None:
         """`began`: when the turn did, by the loop's time."""
         self._exchange, self._presence, self._began = exchange, presence, began
+        self.came = False
+        """The first piece of the body has come."""
+        self.failure: AttemptFailed | None = None
+        """The body will not be completed."""
+        self._held: list[bytes] | None = None
+        self._last = b""
+        """What came last of an answer that is no event stream."""
+        self._trail: sse.Trail | None = None
+        """What went by last of an event stream that is more than one piece."""
+        self._is_due = False
+        self._due: Wake | None = None
+        """None: the turn does not wait, as for an answer that is whole when its head comes."""
 
     @property
     def waits_for_worker(self) -> bool:

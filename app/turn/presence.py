@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
+
 from app.errors import ClientDisconnected
 from app.http.inplace import Wake
 
@@ -18,19 +20,15 @@ def nothing(_: object) -> None:
     """Needs no undoing."""
 
 
-class Presence:
-    """Whether the client of one turn is still there.
+class Presence(msgspec.Struct, eq=False):
+    """Whether the client of one turn is still there."""
 
-    `_pending` is the task that is waited for and that the client's leaving cancels; None: nothing, or nothing that may
-    be cancelled. `_give_up` is called when the client leaves, so that a wait in place ends."""
-
-    __slots__ = ("_give_up", "_pending", "gone", "loop")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._pending: asyncio.Task[Any] | None = None
-        self._give_up: Callable[[], object] | None = None
-        self.gone = False
+    loop: asyncio.AbstractEventLoop
+    gone: bool = False
+    _pending: asyncio.Task[Any] | None = None
+    """The task that is waited for and that the client's leaving cancels; None: nothing, or nothing that may be."""
+    _give_up: Callable[[], object] | None = None
+    """Called when the client leaves, so that a wait in place ends."""
 
     def left(self) -> None:
         """The client has left. The turn may go on in place."""

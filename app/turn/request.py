@@ -123,14 +123,11 @@ class Reading:
 class Request:
     """One request, from its first byte to the last that goes on to a worker."""
 
-    # Defaults in the class: most requests never set most of these.
+    # Defaults in the class: these are set before they are looked at, or seldom looked at.
     id = b""
     tenant = NOBODY
     identity = _NO_IDENTITY
     fields = _NO_FIELDS
-    dry_run = False
-    may_hint = False
-    """There may be hints in it; most requests have none, and nobody need look."""
     misfits = 0
     """Hints in the body that are of a type that no hint has."""
     unread: BodyUnread | None = None
@@ -141,12 +138,6 @@ class Request:
     """All of it, or its first piece when there is `more`."""
     noted: Noted
     """Set by `read_head`."""
-    more = False
-    """The rest of the body says nothing of routing and goes through as it comes."""
-    once = False
-    """It cannot be sent a second time."""
-    trace_line = b""
-    """Says to the worker for which attempt it works; empty: that is for the client to say."""
     _lines = b""
     _origin: Origin | None = None
     """Of the worker that it was sent to."""
@@ -157,8 +148,15 @@ class Request:
 
     def __init__(self, reading: Reading, exchange: Exchange) -> None:
         self._reading, self._exchange = reading, exchange
-        if exchange.switches:
-            self.once = True
+        self.dry_run = False
+        self.may_hint = False
+        """There may be hints in it; most requests have none, and nobody need look."""
+        self.more = False
+        """The rest of the body says nothing of routing and goes through as it comes."""
+        self.once = bool(exchange.switches)
+        """It cannot be sent a second time."""
+        self.trace_line = b""
+        """Says to the worker for which attempt it works; empty: that is for the client to say."""
 
     @property
     def path(self) -> bytes:

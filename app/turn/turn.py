@@ -149,27 +149,17 @@ class Turn:
     asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
     """
 
+    # Defaults in the class: these are set before they are looked at, or seldom looked at.
     _driven: Driven | None = None
     """While it runs."""
     _binding: Hold | None = None
-    _among: frozenset[str] | None = None
-    """The names of the workers that serve its model; None: all do, or it names none."""
-    _hint: Hint | None = None
     _kept: Kept | None = None
-    _slots: Slots | None = None
-    """None: nothing is limited."""
     _decision: Decision | None = None
     _attempt: Attempt | None = None
     _answer: Answer | None = None
     """None: nothing has been answered yet."""
-    _outcome: TurnOutcome = "completed"
     _status = 0
     """What the worker answered; 0: nothing."""
-    _trace: TurnTrace | None = None
-    """None: nobody wants one."""
-    _measured = False
-    """Whether it is measured what the router itself needs; when its request had come (0: not, or no more)."""
-    _read_at = 0.0
     _prompt: Foreseen | None = None
     """By which it was placed; None: it was bound, or placed otherwise."""
     _again = 0
@@ -192,12 +182,23 @@ class Turn:
         self._began = loop.time()
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
+        self._outcome: TurnOutcome = "completed"
+        self._among: frozenset[str] | None = None
+        """The names of the workers that serve its model; None: all do, or it names none."""
+        self._hint: Hint | None = None
+        self._slots: Slots | None = None
+        """None: nothing is limited."""
+        self._read_at = 0.0
+        """When its request had come, where it is measured what the router itself needs; below 0: that is to be noted,
+        0: it is not, or no more."""
+        self._trace: TurnTrace | None = None
+        """None: nobody wants one."""
         if shared.tracing is not None:
             self._trace = shared.tracing.begin(exchange)
 
     def measure(self) -> None:
         """Note what the router itself needs for it."""
-        self._measured = True
+        self._read_at = -1.0
 
     @property
     def tenant(self) -> bytes:
@@ -258,7 +259,7 @@ class Turn:
             self._slots = Slots(shared.capacity, shared.bounds, request.tenant, self._presence, self._began)
         if self._presence.gone:
             raise ClientDisconnected
-        if self._measured:
+        if self._read_at:
             self._read_at = time.perf_counter()
 
     async def _route(self) -> None:
@@ -464,7 +465,7 @@ class Turn:
         if self._trace is not None:
             self._end(self._trace)
         access = shared.access
-        if access is not None and access.wants(outcome):
+        if access is not None and (outcome != "completed" or access.every) and access.wants(outcome):
             access.told(self._told())
 
     def _end(self, trace: TurnTrace) -> None:

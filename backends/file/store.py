@@ -60,6 +60,7 @@ class FileStore:
     def __init__(self, root: Path, *, deadline: float, shared: bool, sync: bool, poll: bool) -> None:
         self._disk = Disk(root, shared=shared, sync=sync)
         self._stamps = Stamps(self._disk)
+        self.stamp = self._stamps.read
         self._claims = Claims(self._disk, self._stamps)
         self._threads = Threads(deadline)
         self._watch = Watch(self._disk, self._claims, self._stamps, self._threads, poll=poll or shared)
@@ -118,9 +119,6 @@ class FileStore:
 
     def subscribe(self) -> AsyncIterator[Event]:
         return self._watch.subscribe()
-
-    def stamp(self, key: str) -> int:
-        return self._stamps.read(key)
 
     async def check(self) -> None:
         await self._threads.run(lambda _: self._claims.check())

@@ -278,6 +278,17 @@ async def test_large_body_arrives_as_it_was_sent(live: Live, kind: bytes, framin
     assert hashlib.sha256(request.body).digest() == hashlib.sha256(body).digest()
 
 
+async def test_large_body_waits_for_the_end_of_its_head(live: Live) -> None:
+    """The head comes in two parts, and the first says how long the body is; on a new connection, and on a used one."""
+    body = random.Random(1).randbytes(300_000)
+    async with live.worker(answers(OK)) as worker, live.client() as client:
+        for _ in range(2):
+            head = POST + b"content-type: text/plain\r\ncontent-length: %d\r\nx-a: 1\r\n" % len(body)
+            await client.send(head, b"x-b: 2\r\n\r\n", body)
+            assert (await client.answer()).normal == OK_NORMAL
+    assert [(request.all(b"x-b"), request.body) for request in worker.requests] == [([b"2"], body)] * 2
+
+
 # -- who asked
 
 SPOOFED = (

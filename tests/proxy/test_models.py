@@ -148,7 +148,8 @@ async def test_entries_pass_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("target", [b"/v1/models", b"/v1/models/m"])
-async def test_the_clients_leaving_ends_the_work(target: bytes) -> None:
+async def test_the_clients_leaving_ends_the_work(target: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.models._WITHIN", 60.0)  # which would end it as well
     async with fleet(hangs) as (live, (worker,)):
         client = await live.connect()
         await client.send(get(target))
@@ -156,7 +157,7 @@ async def test_the_clients_leaving_ends_the_work(target: bytes) -> None:
         began = time.monotonic()
         client.close()
         await until(lambda: worker.peers[0].ended)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
 
 
 async def test_with_which_key_workers_are_asked(tmp_path: Path) -> None:

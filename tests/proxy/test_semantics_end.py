@@ -222,7 +222,7 @@ async def _(rooms: Rooms) -> None:
     over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
-    ttl, late = 2.0, 10.0
+    ttl, late = 4.0, 10.0
     async with rooms.open(session_ttl=ttl, store_deadline=0.9) as room:
         for at in (0, 1):
             await room.turn("s", at=at)
@@ -230,7 +230,7 @@ async def _(rooms: Rooms) -> None:
         claim = await room.claim("s")
         assert claim is not None
         # Longer than any store lets it live by itself.
-        until_then = time.monotonic() + 2 * ttl
+        until_then = time.monotonic() + 1.5 * ttl
         while time.monotonic() < until_then:
             now = await room.claim("s")
             assert now is not None

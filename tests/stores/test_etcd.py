@@ -1068,7 +1068,7 @@ async def test_a_lost_leader_in_the_middle_of_a_race_leaves_one_winner_per_key(
     cluster: EtcdCluster, open_store: Open, blow: str
 ) -> None:
     stores = [await open_store(url_from(cluster, member), deadline=2.0) for member in cluster.members]
-    keys = [secrets.token_hex(8) for _ in range(150)]
+    keys = [secrets.token_hex(8) for _ in range(60)]
 
     async def race(store: EtcdStore) -> list[ClaimOutcome]:
         outcomes = []

@@ -30,6 +30,15 @@ async def models_of(replica: Replica) -> list[str]:
     return sorted(each["id"] for each in answer.json["data"])
 
 
+async def shows(replica: Replica, *models: str) -> None:
+    """At once, but on a machine on which a worker needs more than the second and a half that it has for its list."""
+
+    async def does() -> bool:
+        return await models_of(replica) == sorted(models)
+
+    await wait_until(does, 30)
+
+
 def code(answer: Answer) -> tuple[int, str]:
     return answer.status, answer.json["error"]["code"]
 
@@ -38,7 +47,7 @@ async def test_three_models_over_five_workers(processes: Processes) -> None:
     workers = start(processes, *MODELS)
     replicas = processes.replicas(2, workers, processes.folder / "claims", *OPTIONS)
     for replica in replicas:
-        assert await models_of(replica) == ["a", "c", "org/b", "small"]
+        await shows(replica, "a", "c", "org/b", "small")
         for target in ("/v1/models/org/b", "/v1/models/org%2Fb"):
             assert (await ask(replica.url, target=target)).json["id"] == "org/b"
     for number in range(36):
@@ -58,7 +67,13 @@ async def test_three_models_over_five_workers(processes: Processes) -> None:
     )  # fmt: skip
     assert loaded.status == 200
     for replica in replicas:
-        assert (await turn(replica.url, session=session, model="lora")).worker == "w0"
+
+        async def finds_it(replica: Replica = replica) -> bool:
+            answer = await turn(replica.url, session=session, model="lora")
+            assert (answer.status, answer.worker) in ((200, "w0"), (404, None)), answer.body
+            return answer.status == 200
+
+        await wait_until(finds_it, 20)  # a look of its own, as lists are read every 30 s
         assert (await turn(replica.url, session=session, model="c")).worker == first.worker
     assert [each["model"] for each in await turns(workers[0], session)] == ["lora"] * 2
     assert code(await turn(replicas[0].url, model="never")) == (404, "model_not_found")
@@ -91,7 +106,7 @@ async def test_a_model_whose_only_worker_is_down(processes: Processes) -> None:
     claims = processes.folder / "claims"
     replicas = processes.replicas(2, workers, claims, *OPTIONS)
     for replica in replicas:
-        assert await models_of(replica) == ["a", "b"]
+        await shows(replica, "a", "b")
     workers[1].process.kill()
 
     async def told(model: str, replica: Replica) -> int:
@@ -103,7 +118,7 @@ async def test_a_model_whose_only_worker_is_down(processes: Processes) -> None:
         replica.process.kill()
     for replica in processes.replicas(2, workers, claims, *OPTIONS):
         assert [await told(model, replica) for model in ("b", "never", "a")] == [503, 404, 200]
-        assert await models_of(replica) == ["a", "b"]
+        await shows(replica, "a", "b")
         anthropic = await ask(
             replica.url, "POST", "/v1/messages", [("content-type", "application/json")], b'{"model":"never"}'
         )

@@ -120,6 +120,11 @@ def cached_tokens(answer: httpx.Response) -> int:
 
 def test_a_session_has_one_worker_at_both_replicas_until_its_final_turn(shared: Up) -> None:
     with_a_store_that_answers(partial(has_one_worker_until_its_final_turn, shared.replicas))
+    with_a_store_that_answers(partial(sessions_spread, shared.replicas[0]))
+
+
+def sessions_spread(replica: str, name: str) -> None:
+    assert len({ask(replica, f"{name}-{number}").headers["X-Coatcheck-Worker"] for number in range(4)}) == 2
 
 
 def has_one_worker_until_its_final_turn(replicas: Sequence[str], session: str) -> None:
@@ -142,11 +147,8 @@ def has_one_worker_until_its_final_turn(replicas: Sequence[str], session: str) -
     assert ask(first, session).headers["X-Coatcheck-Affinity"] == "created"
 
 
-def test_sessions_spread_over_the_workers(shared: Up) -> None:
-    assert len({ask(shared.replicas[0], f"spread-{i}").headers["X-Coatcheck-Worker"] for i in range(4)}) == 2
-
-
 def test_the_printed_commands_work_as_they_are_printed(shared: Up) -> None:
+    assert "\x1b" not in shared.text  # output that is not for a terminal is plain
     curls = re.findall(r"^curl .*$", shared.text, re.MULTILINE)
     assert len(curls) == 3
     said = [bash(command) for command in curls]
@@ -217,10 +219,6 @@ def bash(script: str) -> str:
 
 def without_proxies() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-
-
-def test_output_that_is_not_for_a_terminal_is_plain(shared: Up) -> None:
-    assert "\x1b" not in shared.text
 
 
 def test_ctrl_c_stops_everything_even_while_turns_run(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tests.support.raw import Live, Peer, get, tells, to_each, until
 
 pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
 
-PROMISED = 2.0
-"""Seconds."""
+WITHIN = 5.0
+"""Seconds that a worker has here: a second and a half may be too little for the good one on a busy machine."""
 BUSY = 10.0
 """That the machine may add."""
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -69,12 +69,13 @@ def listed(body: bytes) -> list[str]:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-async def test_one_worker_costs_no_more_than_is_promised(wrong: str) -> None:
+async def test_one_worker_costs_no_more_than_is_promised(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.models._WITHIN", WITHIN)
     async with fleet(WRONG[wrong], to_each(_good)) as (live, _):
         began = time.monotonic()
         answer = await asked(live, get(b"/v1/models"))
         assert (answer.status, listed(answer.body)) == (200, ["good"])
-        assert time.monotonic() - began < PROMISED + BUSY
+        assert time.monotonic() - began < WITHIN + BUSY
         began = time.monotonic()
         for _ in range(10):
             assert listed((await asked(live, get(b"/v1/models"))).body) == ["good"]
@@ -148,7 +149,8 @@ async def test_entries_pass_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("target", [b"/v1/models", b"/v1/models/m"])
-async def test_the_clients_leaving_ends_the_work(target: bytes) -> None:
+async def test_the_clients_leaving_ends_the_work(target: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.fleet.models._WITHIN", 60.0)  # which would end it as well
     async with fleet(hangs) as (live, (worker,)):
         client = await live.connect()
         await client.send(get(target))
@@ -156,7 +158,7 @@ async def test_the_clients_leaving_ends_the_work(target: bytes) -> None:
         began = time.monotonic()
         client.close()
         await until(lambda: worker.peers[0].ended)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 10
 
 
 async def test_with_which_key_workers_are_asked(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ async def _(rooms: Rooms) -> None:
     over=EVERY,
 )
 async def _(rooms: Rooms) -> None:
-    ttl, late = 2.0, 10.0
+    ttl, late = 4.0, 10.0
     async with rooms.open(session_ttl=ttl, store_deadline=0.9) as room:
         for at in (0, 1):
             await room.turn("s", at=at)
@@ -230,18 +230,18 @@ async def _(rooms: Rooms) -> None:
         claim = await room.claim("s")
         assert claim is not None
         # Longer than any store lets it live by itself.
-        until_then = time.monotonic() + 2 * ttl
+        until_then = time.monotonic() + 1.5 * ttl
         while time.monotonic() < until_then:
             now = await room.claim("s")
             assert now is not None
             assert now.revision == claim.revision
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.15)
         room.release()
         await held.finish()
         ended = time.monotonic()
         while await room.stands("s"):
             assert time.monotonic() < ended + 1.25 * ttl + late
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.1)
         assert time.monotonic() - ended >= 0.9 * ttl
         await is_new(room)
 

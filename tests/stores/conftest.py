@@ -28,7 +28,7 @@ class Kind:
     name: str
     ttl: float = 0.4
     """The shortest TTL in seconds that the store keeps to."""
-    late: float = 0.6
+    late: float = 6.0
     """By how many seconds an expiry may be late, and be told late, on a busy machine."""
     stamps: bool = True
     etcd: Path | None = None
@@ -40,9 +40,9 @@ class Kind:
 KINDS = [
     Kind("memory"),
     Kind("file"),
-    Kind("file-listing", late=2.0),
-    Kind("file-many-hosts", late=2.0, stamps=False),
-    *(Kind(name, ttl=1.6, late=4.0, stamps=False, etcd=binary) for name, binary in sorted(ETCD_BINARIES.items())),
+    Kind("file-listing"),
+    Kind("file-many-hosts", stamps=False),
+    *(Kind(name, ttl=1.6, late=10.0, stamps=False, etcd=binary) for name, binary in sorted(ETCD_BINARIES.items())),
 ]
 
 

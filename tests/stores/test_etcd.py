@@ -37,17 +37,17 @@ from backends.base import (
 from backends.etcd.batches import CREATES_IN_FLIGHT, MAX_BATCH
 from backends.etcd.cluster import AGAIN_MOST
 from backends.etcd.history import History
-from backends.etcd.store import TOLD_S, EtcdStore
+from backends.etcd.store import EtcdStore
 from backends.etcd.url import EtcdUrl
 from backends.etcd.watch import UNTOLD_S, Subscription
 from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
 from tests.support.scripted_etcd import HoldingProxy, ScriptedEtcd
 from tests.support.tcp import TcpProxy
 
-DEADLINE = 1.0
-SLACK = 3.0
+DEADLINE = 3.0
+SLACK = 8.0
 """For a busy machine; what must not be waited for takes much longer."""
-INTERVAL = 0.3
+INTERVAL = 0.8
 """Between signs of life; a watch is given up after 2.5 of them."""
 T = TypeVar("T")
 Open = Callable[..., Awaitable[EtcdStore]]
@@ -236,7 +236,7 @@ async def test_the_next_lease_is_made_ahead_while_claims_are_made(shared: EtcdSe
     store = await open_store(shared.url(fresh_prefix()))
     before = shared.calls("LeaseGrant")
     await store.create_or_get("aa", value(), 2)
-    await until(lambda: shared.calls("LeaseGrant") == before + 2, 2)
+    await until(lambda: shared.calls("LeaseGrant") == before + 2)
 
 
 @on_one("binary")
@@ -250,20 +250,21 @@ async def test_few_leases_however_many_claims_and_a_renewed_claim_outlives_its_f
     most = grants = 0
     start = time.monotonic()
     while time.monotonic() < start + 3.0:
-        if time.monotonic() < dropped.expires_at - 0.05:
-            assert await store.get("bb") == dropped, "it stands until its bound"
+        stands = await store.get("bb")
+        assert stands == dropped or time.monotonic() >= dropped.expires_at, "it stands until its bound"
         for _ in range(10):
             await store.create_or_get(secrets.token_hex(8), value(), ttl)
+        asked = time.monotonic()
         renewed = await store.renew(kept, ttl)
         assert renewed.revision == kept.revision
-        assert renewed.expires_at >= time.monotonic() + ttl - 0.1
+        assert renewed.expires_at >= asked + ttl - 0.1
         # A lease is made for each quarter, not for each claim; counted by the server.
         granted = server.metric("etcd_debugging_lease_granted_total")
         revoked = server.metric("etcd_debugging_lease_revoked_total")
         most, grants = max(most, int(granted - revoked)), int(granted)
         await asyncio.sleep(0.02)
-    assert 3 <= grants <= 4
-    assert most <= 5
+    assert 3 <= grants <= time.monotonic() - start + 1.5
+    assert most <= 8
     assert await store.get("aa") is not None
     assert await store.get("bb") is None
     with pytest.raises(ClaimLost):
@@ -462,18 +463,18 @@ async def test_one_cancelled_create_leaves_the_others_of_its_batch(server: EtcdS
 
 @on_one("binary")
 async def test_each_create_of_a_batch_has_its_own_deadline(server: EtcdServer, open_store: Open) -> None:
-    store = await open_store(server.url(), deadline=2.0)
+    store = await open_store(server.url(), deadline=6.0)
     await store.create_or_get("00", value(), 60)
     server.pause()
     busy = await occupied(store)
     await asyncio.sleep(0.3)
     mine = value("mine")
     early = asyncio.create_task(store.create_or_get("aa", mine, 60))
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(5.0)
     late = asyncio.create_task(store.create_or_get("bb", value(), 60))
     await asyncio.wait(busy)
     # Both are in one transaction now.
-    await asyncio.wait({early}, timeout=0.6)
+    await asyncio.wait({early, late}, return_when=asyncio.FIRST_COMPLETED)
     assert early.done()
     assert not late.done()
     server.resume()
@@ -485,7 +486,7 @@ async def test_each_create_of_a_batch_has_its_own_deadline(server: EtcdServer, o
 
 @on_one("binary")
 async def test_what_was_never_sent_was_surely_not_applied(server: EtcdServer, open_store: Open) -> None:
-    store = await open_store(server.url(), deadline=5.0)
+    store = await open_store(server.url(), deadline=20.0)
     await store.create_or_get("00", value(), 60)
     server.pause()
     busy = await occupied(store)
@@ -493,7 +494,7 @@ async def test_what_was_never_sent_was_surely_not_applied(server: EtcdServer, op
     with Stopwatch() as took, pytest.raises(StoreUnavailable):
         await store.create_or_get("aa", value(), 60)
     assert took.seconds < 0.3 + SLACK
-    store.cluster.deadline = 5.0
+    store.cluster.deadline = 20.0
     server.resume()
     await asyncio.gather(*busy)
     assert await store.get("aa") is None
@@ -688,7 +689,7 @@ async def test_check_leaves_no_trace_for_watchers_and_needs_an_etcd_that_takes_w
 @on_one("binary")
 async def test_a_store_may_be_opened_before_etcd_is_up(server: EtcdServer, open_store: Open) -> None:
     server.kill()
-    store = await open_store(server.url())
+    store = await open_store(server.url(), deadline=20.0)
     with Stopwatch() as took:
         with pytest.raises(StoreUnavailable):
             await store.check()
@@ -696,7 +697,7 @@ async def test_a_store_may_be_opened_before_etcd_is_up(server: EtcdServer, open_
             await store.create_or_get("aa", value(), 60)
         with pytest.raises(StoreUnavailable):
             await anext(store.subscribe())
-    assert took.seconds < DEADLINE, "a refused connection need not wait for the deadline"
+    assert took.seconds < 10, "a refused connection need not wait for the deadline"
     server.restart()
     await insist(store.check)
 
@@ -852,7 +853,7 @@ async def test_a_callers_cancellation_stays_one_and_harms_nobody(server: EtcdSer
 @on_one("shared")
 async def test_a_call_that_hangs_is_asked_again_within_its_deadline(shared: EtcdServer, open_store: Open) -> None:
     async with HoldingProxy(shared.endpoint) as proxy:
-        store = await open_store(proxy.url(fresh_prefix()), deadline=1.2)
+        store = await open_store(proxy.url(fresh_prefix()), deadline=4.0)
         await store.create_or_get("00", value(), 60)
         proxy.hold = lambda method, request: proxy.calls % 7 == 0
         for turn in range(2):
@@ -866,7 +867,7 @@ async def test_a_call_that_hangs_is_asked_again_within_its_deadline(shared: Etcd
             hung = len(proxy.held)
             assert all(outcome.created for outcome in outcomes)
             assert [await store.get(key) for key in keys] == [outcome.claim for outcome in outcomes]
-            assert took.seconds < (0.3 + SLACK / 4) * (hung + 1)
+            assert took.seconds < (1.0 + 2.0) * (hung + 1), "a call that hangs waits for the deadline"
         assert len(proxy.held) >= 4
         assert [await store.close(outcome.claim) for outcome in outcomes[:3]] == [CloseOutcome.CLOSED] * 3
         await store.check()
@@ -888,18 +889,18 @@ async def test_calls_that_are_late_all_at_once_are_not_asked_again_all(shared: E
 @on_one("shared")
 async def test_a_slow_etcd_is_not_given_up_for_being_asked_again(shared: EtcdServer, open_store: Open) -> None:
     async with HoldingProxy(shared.endpoint) as proxy:
-        store = await open_store(proxy.url(fresh_prefix()), deadline=2.0)
+        store = await open_store(proxy.url(fresh_prefix()), deadline=4.0)
         await store.create_or_get("00", value(), 60)
-        proxy.delay = 0.8
+        proxy.delay = 1.5
         with Stopwatch() as took:
             assert (await store.create_or_get("aa", value(), 60)).created
-        assert 0.8 <= took.seconds < 0.8 + SLACK
+        assert took.seconds >= 1.5
 
 
 @on_one("shared")
 async def test_a_batch_that_hangs_holds_up_no_other(shared: EtcdServer, open_store: Open) -> None:
     async with HoldingProxy(shared.endpoint) as proxy:
-        store = await open_store(proxy.url(fresh_prefix()), deadline=4.0)
+        store = await open_store(proxy.url(fresh_prefix()), deadline=12.0)
         await store.create_or_get("00", value(), 60)
         hung: set[bytes] = set()
 
@@ -913,7 +914,7 @@ async def test_a_batch_that_hangs_holds_up_no_other(shared: EtcdServer, open_sto
         await until(lambda: len(hung) == CREATES_IN_FLIGHT)
         with Stopwatch() as took:
             assert (await store.create_or_get("bb", value(), 60)).created
-        assert took.seconds < 1.0 + SLACK
+        assert took.seconds < 10
         proxy.hold = lambda method, request: False
         assert all(outcome.created for outcome in await asyncio.gather(*stuck))
 
@@ -1067,7 +1068,7 @@ async def test_a_lost_leader_in_the_middle_of_a_race_leaves_one_winner_per_key(
     cluster: EtcdCluster, open_store: Open, blow: str
 ) -> None:
     stores = [await open_store(url_from(cluster, member), deadline=2.0) for member in cluster.members]
-    keys = [secrets.token_hex(8) for _ in range(150)]
+    keys = [secrets.token_hex(8) for _ in range(60)]
 
     async def race(store: EtcdStore) -> list[ClaimOutcome]:
         outcomes = []
@@ -1313,7 +1314,11 @@ async def test_deletions_of_every_kind_are_told_in_order(shared: EtcdServer, ope
         assert [(await next_event(events)).key for _ in range(3)] == ["aa", "bb", "cc"]
 
 
-async def test_a_close_returns_when_our_own_watch_has_told_it_or_soon(shared: EtcdServer, open_store: Open) -> None:
+async def test_a_close_returns_when_our_own_watch_has_told_it_or_soon(
+    shared: EtcdServer, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told_s = 1.0  # a busy machine tells nothing in 0.05 s
+    monkeypatch.setattr("backends.etcd.store.TOLD_S", told_s)
     prefix = fresh_prefix()
     async with HoldingProxy(shared.endpoint) as proxy:
         store = await open_store(proxy.url(prefix))
@@ -1327,24 +1332,24 @@ async def test_a_close_returns_when_our_own_watch_has_told_it_or_soon(shared: Et
         async def quickest(count: int = 5) -> float:
             return min([await closes() for _ in range(count)])
 
-        assert await quickest() < TOLD_S / 2, "nobody is told anything"
+        assert await quickest() < told_s / 2, "nobody is told anything"
         async with contextlib.aclosing(store.subscribe()) as events:
             assert await next_event(events) == Reset()
-            assert await quickest() < TOLD_S / 2
-            proxy.watch_delay = 0.03
+            assert await quickest() < told_s / 2
+            proxy.watch_delay = 0.2
             told = 5
             for _ in range(3):
                 claim = (await store.create_or_get(secrets.token_hex(8), value(), 60)).claim
                 assert await store.close(claim) is CloseOutcome.CLOSED
                 waiting = store._deletions
-                heard = [await next_event(events, 0.01) for _ in range(told + 1)][-1]
+                heard = [await next_event(events, 0.1) for _ in range(told + 1)][-1]
                 assert heard.key == claim.key, "it is there when the close returns"
                 told = 0
                 assert not waiting._expected
-            proxy.watch_delay = 1.0
-            assert TOLD_S <= await closes() < TOLD_S + SLACK
-            assert await quickest() < TOLD_S / 2, "a watch that is behind is waited for once"
-        assert await quickest() < TOLD_S / 2
+            proxy.watch_delay = 4.0
+            assert told_s <= await closes() < told_s + SLACK
+            assert await quickest() < told_s / 2, "a watch that is behind is waited for once"
+        assert await quickest() < told_s / 2
 
 
 @on_one("shared")
@@ -1635,7 +1640,7 @@ async def test_a_refused_watch_or_login_says_so_at_once(guarded: EtcdServer, ope
         (with_login(guarded, password="wrong"), "authentication failed"),
         (guarded.url(), "etcdserver"),
     ):
-        store = await open_store(url)
+        store = await open_store(url, deadline=20.0)
         with Stopwatch() as took:
             with pytest.raises(StoreUnavailable, match=words):
                 await next_event(store.subscribe())
@@ -1643,7 +1648,7 @@ async def test_a_refused_watch_or_login_says_so_at_once(guarded: EtcdServer, ope
                 await store.create_or_get("aa", value(), 60)
             with pytest.raises(StoreUnavailable, match=words):
                 await store.get("aa")
-        assert took.seconds < DEADLINE
+        assert took.seconds < 10
 
 
 @on_one("binary")

@@ -110,11 +110,12 @@ async def test_an_owner_alone_with_its_name_pays_one_call_a_put(
 async def test_a_refreshed_record_needs_few_leases(shared: EtcdServer, open_store: Open, prefix: str) -> None:
     store = await open_store(shared.url(prefix))
     before = shared.calls("LeaseGrant")
-    until = time.monotonic() + 3.0
-    while time.monotonic() < until:
+    began = time.monotonic()
+    while time.monotonic() < began + 3.0:
         await store.registry.put("replicas", "a", b"1", 4.0)
         await asyncio.sleep(0.1)
-    assert shared.calls("LeaseGrant") - before <= 4, "one per quarter TTL, and the one made ahead"
+    most = time.monotonic() - began + 1.5
+    assert shared.calls("LeaseGrant") - before <= most, "one per quarter TTL, and the one made ahead"
 
 
 # --- late copies

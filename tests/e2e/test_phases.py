@@ -127,9 +127,7 @@ async def test_a_worker_of_either_phase_is_killed_under_load(fleet: Fleet, phase
     await wait_until(lambda: done > before + 150, LIMIT)
     ends.set()
     await asyncio.gather(*clients)
-    # As in test_worker_loss.py: a killed process that has no time to end may still take connections when it is asked.
-    assert len(failed) <= 1, failed
-    assert all('"code":"worker_reset"' in each for each in failed), failed
+    assert failed == []
     if phase == "prefill":
         fleet.prefill.remove(doomed)
     else:

@@ -321,7 +321,7 @@ class Health:
         return self._trials.out
 
     def trial_begun(self) -> None:
-        """It is given one; the next when that has ended, or after a while."""
+        """It is given one; the next when that has gone well, or after a while."""
         self._trials.begun(self.clock())
 
     # -- helpers
@@ -491,8 +491,12 @@ class _Trials:
         self.at = now + self._wait
 
     def begun(self, now: float) -> None:
+        """As long as nothing is heard of it the next one comes as late as if it had failed: who is silent fails late,
+        and would be given one after the other until then."""
+        if self.out:
+            self._failed += 1
         self.out = True
-        self.at = now + self._wait
+        self.at = now + self._wait_after(self._failed + 1)
 
     def served(self, now: float) -> None:
         self.out = False
@@ -508,4 +512,7 @@ class _Trials:
 
     @property
     def _wait(self) -> float:
-        return self._first_wait * _TRIAL_WAITS[min(self._failed, len(_TRIAL_WAITS) - 1)]
+        return self._wait_after(self._failed)
+
+    def _wait_after(self, failed: int) -> float:
+        return self._first_wait * _TRIAL_WAITS[min(failed, len(_TRIAL_WAITS) - 1)]

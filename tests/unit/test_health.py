@@ -171,6 +171,26 @@ def test_who_is_suspected_by_its_turns_is_up_by_a_turn_and_probes() -> None:
     assert worker.see("+") is UP
 
 
+def test_who_is_silent_is_given_no_more_turns_to_try_than_who_fails_them_at_once() -> None:
+    """Of a trial that it has not answered nobody knows yet how it ends."""
+    given: dict[bool, list[float]] = {}
+    for silent in (False, True):
+        worker = Worker(probed=False)
+        worker.see("G 555")
+        began = worker.now
+        given[silent] = []
+        while worker.now < began + 100:
+            if worker.health.trial_due(worker.now):
+                given[silent].append(worker.now - began)
+                worker.health.trial_begun()
+                if not silent:
+                    worker.see("5")
+            worker.see("(0.5)")
+    assert given[True] == given[False] == [5, 15, 35, 65, 95]
+    assert worker.health.on_trial
+    assert worker.see("+") is UP  # it only took its time
+
+
 def test_who_relapses_must_prove_more_each_time() -> None:
     """Else half of its turns, good or bad by turns, would take it in and out for ever."""
     worker = Worker(probed=False)

@@ -37,7 +37,8 @@ TIMES ?= 20
 
 fuzz: $(READY)
 	@EXAMPLES_TIMES=$(TIMES) $(BIN)/python -m pytest -n $(JOBS) --timeout 3600 \
-		tests/proxy/test_wire_fuzz.py tests/proxy/test_wire_openapi.py tests/stores/test_model.py
+		tests/proxy/test_wire_fuzz.py tests/proxy/test_wire_openapi.py tests/stores/test_model.py \
+		tests/unit/test_fields.py tests/unit/test_identity.py tests/unit/test_overview.py tests/unit/test_sse.py
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -21,7 +21,8 @@ from app.fleet.catalog import Catalog
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.discovery.marks import OperatorMark, State
 from app.fleet.discovery.operators import Operators
-from app.fleet.workers import Fleet, WorkerError, worker_spec
+from app.fleet.specs import WorkerError, worker_spec
+from app.fleet.workers import Fleet
 from app.replicas import Replicas
 from app.sessions.affinity import Affinity
 from app.sessions.entries import View

@@ -11,7 +11,8 @@ from app import Trouble
 from app.config import SETTINGS, Settings
 from app.fleet.discovery.discovery import Discovery
 from app.fleet.health import Probe
-from app.fleet.workers import Fleet, worker_specs
+from app.fleet.specs import worker_specs
+from app.fleet.workers import Fleet
 from app.making import make_prober, open_claims, open_sources, worker_maker
 from app.reloading import Rereading
 from app.serve import configure_logging, serve

@@ -40,7 +40,7 @@ from pydantic_settings import (
 
 from app.fleet.discovery.urls import check_sources
 from app.fleet.policies import POLICIES
-from app.fleet.workers import lacking_phase, worker_specs
+from app.fleet.specs import lacking_phase, worker_specs
 from app.http.origins import Origins
 from app.http.tls import server_context
 from app.listening import Place, read_peer_address, read_place, read_socket_path

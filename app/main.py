@@ -33,7 +33,8 @@ from app.fleet.placement.prefix import Prefixes
 from app.fleet.placement.tokens import Tokenizer
 from app.fleet.policies import POLICIES, by_cache
 from app.fleet.probes import Prober
-from app.fleet.workers import Fleet, worker_specs
+from app.fleet.specs import worker_specs
+from app.fleet.workers import Fleet
 from app.gathering import Member
 from app.gauges import register_gauges
 from app.http.exchange import Proxy
@@ -395,6 +396,7 @@ def create_app(
                 waiting=lambda: app.capacity.waiting if app.capacity is not None else 0,
                 traffic=traffic,
                 tenants=lambda: _busy_tenants(app),
+                clock=asyncio.get_running_loop().time,  # as turns are counted
             )
             app.one_model = OneModel(models, app.turns)
             register_gauges(

@@ -12,7 +12,8 @@ from app.fleet.discovery.source import Source
 from app.fleet.discovery.urls import open_source
 from app.fleet.health import Tolerance
 from app.fleet.probes import Prober, Probing
-from app.fleet.workers import Fleet, Tls, Worker, WorkerSpec, make_worker
+from app.fleet.specs import WorkerSpec
+from app.fleet.workers import Fleet, Tls, Worker, make_worker
 from app.http.names import Names
 from app.sessions.endings import EndingFiles
 from app.turn.request import worker_key_line

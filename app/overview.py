@@ -320,10 +320,10 @@ def _sessions(worker: Worker) -> int:
 
 
 def _in_flight(worker: Worker) -> int:
-    count = 0
+    count = 0.0
     for target in worker.targets:
         count += target.in_flight + target.turns_elsewhere
-    return count
+    return round(count)
 
 
 def _bar(metrics: Metrics, part: Part) -> list[float | None]:

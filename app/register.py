@@ -34,7 +34,7 @@ from app.fleet.discovery.records import (
     encode_record,
     this_host,
 )
-from app.fleet.workers import WorkerError, checked_name, checked_place, normal_url, worker_name
+from app.fleet.specs import WorkerError, checked_name, checked_place, normal_url, worker_name
 from app.making import open_claims_at
 from app.sessions.tenants import checked_key, read_key
 from app.values import mask

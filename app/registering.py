@@ -54,7 +54,7 @@ def _seconds(text: str) -> float:
 
 
 def _ranks(text: str) -> int:
-    from app.fleet.workers import WorkerError, checked_ranks  # rarely asked for, and not cheap
+    from app.fleet.specs import WorkerError, checked_ranks  # rarely asked for, and not cheap
 
     try:
         return checked_ranks(int(text) if text.isascii() and text.isdigit() else 0)

@@ -23,6 +23,7 @@ from typing import Any
 
 import msgspec
 
+from app.fleet.loads import SHARES, Lately
 from app.fleet.naming import Naming, Place, address_of, place_of
 from app.fleet.workers import Fleet, Target
 from app.logs import event
@@ -61,7 +62,10 @@ class Workers(msgspec.Struct, frozen=True, array_like=True):
     url: str
     ranks: int = 0
     turns: tuple[int, ...] = ()
+    """At this moment."""
     sessions: tuple[int, ...] = ()
+    lately: tuple[int, ...] = ()
+    """What the turns count for to whoever places by it until the next record, in `SHARES` of one."""
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -228,6 +232,7 @@ class Replicas:
         self._alive = True
         """The registry answers."""
         self._tasks: list[asyncio.Task[None]] = []
+        self._lately = Lately[Target](clock())
         self._record = self._make_record()
         self._places = _places(self._record)
         metrics.gauge(
@@ -294,6 +299,7 @@ class Replicas:
         self._beat += 1
         workers: dict[str, Workers] = {}
         room, left_out = _WORKERS_BYTES, 0
+        lately = self._lately.tell(self._fleet, self._clock())
         for worker in sorted(self._fleet, key=lambda worker: worker.name):
             place = place_of(worker)
             said = Workers(
@@ -301,6 +307,7 @@ class Replicas:
                 place.ranks,
                 tuple(target.in_flight + target.reserved for target in worker.targets),
                 tuple(target.sessions for target in worker.targets),
+                tuple(round(lately[target] * SHARES) for target in worker.targets),
             )
             room -= len(_encode(said)) + len(worker.name) + 8
             if room < 0:
@@ -395,11 +402,13 @@ class Replicas:
         self._fleet.heard(name, self._loads(record))
         self._judge_one(seen)
 
-    def _loads(self, record: Record) -> dict[Target, tuple[int, int]]:
+    def _loads(self, record: Record) -> dict[Target, tuple[float, int]]:
         """What another replica has, at our targets."""
-        loads: dict[Target, tuple[int, int]] = {}
+        loads: dict[Target, tuple[float, int]] = {}
         for name, said in record.workers.items():
-            for number, load in enumerate(zip(said.turns, said.sessions, strict=False)):
+            # One of an older version says only what it had at one moment.
+            turns = [shares / SHARES for shares in said.lately] or said.turns
+            for number, load in enumerate(zip(turns, said.sessions, strict=False)):
                 target = self._names.find(name, number if said.ranks else None, record.replica)
                 if target is not None:
                     loads[target] = load

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from app import Trouble
 from app.fleet.candidates import Candidates
+from app.fleet.loads import Lately
 from app.fleet.placement.blocks import ENDS, Chained, full_blocks
 from app.fleet.placement.prefix import Prefixes, Prompt
 from app.fleet.policies import POLICIES, Policy, by_cache, rendezvous
@@ -238,13 +239,16 @@ class Routed:
                 self._claims[session.name] = number, replica
                 replica.targets[number].sessions += 1
         replica.targets[number].in_flight += 1
+        replica.targets[number].spent -= now
         self._turns[session] = replica
         return number
 
     def ended(self, session: Session, target: int, now: float, *, final: bool) -> None:
         there = self._turns.pop(session).targets[target]
         there.in_flight -= 1
+        there.spent += now
         there.worker.health.good += 1  # else it would owe its answers for ever
+        there.worker.cells.turns["completed", 200] += 1
         if final and session.name:
             number, replica = self._claims.pop(session.name)
             replica.targets[number].sessions -= 1
@@ -258,7 +262,8 @@ class Routed:
     def _tell(self, now: float) -> None:
         self._told_at = now
         for number, replica in enumerate(self._replicas):
-            loads = [(target.in_flight, target.sessions) for target in replica.targets]
+            lately = replica.lately.tell(replica.fleet, now)
+            loads = [(lately[target], target.sessions) for target in replica.targets]
             for other in self._replicas:
                 if other is not replica:
                     other.fleet.heard(f"r{number}", dict(zip(other.targets, loads, strict=True)))
@@ -283,6 +288,7 @@ class _Replica:
             clock=clock,
         )
         self.targets = [target for worker in self.fleet for target in worker.targets]
+        self.lately = Lately[Target](clock())
         self._prefixes = Prefixes(Metrics(), memory=_PREFIX_MEMORY)
         self._numbers = {target: number for number, target in enumerate(self.targets)}
 

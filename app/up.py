@@ -31,7 +31,7 @@ from rich.text import Text
 
 from app import Trouble, children
 from app.config import VARIABLE_PREFIX
-from app.fleet.workers import worker_name
+from app.fleet.specs import worker_name
 from app.top import snapshots
 from mocker.settings import MockSettings
 

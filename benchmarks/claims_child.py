@@ -23,7 +23,8 @@ import msgspec
 import uvloop
 
 from app.fleet.policies import least_loaded
-from app.fleet.workers import Fleet, make_worker, worker_name
+from app.fleet.specs import worker_name
+from app.fleet.workers import Fleet, make_worker
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity
 from app.sessions.identity import KeyHasher

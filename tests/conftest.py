@@ -14,15 +14,20 @@ import pytest
 # ends the child now and then before it has become the program that was meant.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
+# All that tests and what they start write lies in memory where the machine has that: a disk that others sync stands
+# still for seconds now and then, longer than a claim is waited for.
+_MEMORY = Path("/dev/shm")
+if _MEMORY.is_dir():
+    os.environ["TMPDIR"] = tempfile.tempdir = str(_MEMORY)
+
 _skipped: dict[str, None] = {}
 """In order. The processes of a parallel run tell the one that reports, each what it has skipped."""
 
 
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
-    """A folder in memory where the machine has one: the tests need no disk, and CI's is slow to sync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="coatcheck-", dir=memory if memory.is_dir() else None) as folder:
+    """One that is gone with the test."""
+    with tempfile.TemporaryDirectory(prefix="coatcheck-") as folder:
         yield Path(folder)
 
 

@@ -240,6 +240,7 @@ class Capacity:
 
     def _vacate(self, target: Target) -> None:
         target.in_flight -= 1
+        target.spent += self._loop.time()
         self.running -= 1
         if self.waiting:
             self._fill(target)
@@ -251,10 +252,12 @@ class Capacity:
         return not self._bounds.per_tenant or tenant.running < self._bounds.per_tenant
 
     def _slot(self, tenant: _Tenant, target: Target) -> Slot:
+        now = self._loop.time()
         tenant.running += 1
         target.in_flight += 1
+        target.spent -= now
         self.running += 1
-        return Slot(self, tenant, target, self._loop.time())
+        return Slot(self, tenant, target, now)
 
     def _given_back(self, tenant: _Tenant, target: Target, taken_at: float, cut: bool) -> None:
         tenant.running -= 1

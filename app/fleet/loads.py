@@ -4,7 +4,9 @@ replicas have there, and that they owe answers."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import expm1
 from typing import Generic, Protocol, TypeVar
 
 from app.fleet.health import Health
@@ -13,6 +15,10 @@ _NEVER = float("inf")
 _WEIGHED_EVERY = 0.1
 WORD_STANDS = 6.0
 """Seconds that another replica's word of its load counts: three times as long as until the next one."""
+SHARES = 64
+"""Parts of a turn in which loads are told: sums of them are exact, so that what is taken back leaves nothing."""
+_LONGER_AGO = 0.5
+"""What the time before the last word counts for how long turns are, beside that since then."""
 
 _FEWEST_OWED = 2
 _SOON = 1.0
@@ -32,12 +38,43 @@ class Weighed(Protocol):
 class Loaded(Protocol):
     """A target."""
 
-    turns_elsewhere: int
+    turns_elsewhere: float
     sessions_elsewhere: int
+
+
+M_co = TypeVar("M_co", covariant=True)
+
+
+class Given(Protocol):
+    """What is counted of a worker (`metrics.WorkerCells`)."""
+
+    @property
+    def total(self) -> int:
+        """Turns that have ended there."""
+        ...
+
+
+class Measured(Protocol):
+    """A target."""
+
+    in_flight: int
+    reserved: int
+    spent: float
+
+
+class Giving(Protocol[M_co]):
+    """A worker."""
+
+    @property
+    def cells(self) -> Given: ...
+
+    @property
+    def targets(self) -> tuple[M_co, ...]: ...
 
 
 W = TypeVar("W", bound=Weighed)
 T = TypeVar("T", bound=Loaded)
+M = TypeVar("M", bound=Measured)
 
 
 class Weights(Generic[W]):
@@ -73,16 +110,61 @@ class Weights(Generic[W]):
         self.due = self._all_due if self._weighed else _NEVER
 
 
+class Lately(Generic[M]):
+    """What the targets have to do here, as others are told it who hear of it now and then: how many turns they had in
+    the mean since the last word. One moment says little where turns are shorter than the time between two words: it may
+    be the one in which a burst was over at one target and not yet at another. As far as turns are longer, those that
+    are there now will be there until the next word, and count for what they are."""
+
+    def __init__(self, now: float) -> None:
+        self._told_at = now
+        self._spent: dict[M, float] = {}
+        """What the turns of each had spent there until then, in seconds (`Target.spent`)."""
+        self._ended: dict[Giving[M], tuple[float, float, int]] = {}
+        """Of each worker, decaying: what turns have spent there, how many have ended meanwhile; and the last count."""
+
+    def tell(self, workers: Iterable[Giving[M]], now: float) -> dict[M, float]:
+        """Of each target of these, in `SHARES` of a turn; since the last time."""
+        seconds, self._told_at = max(now - self._told_at, 1e-3), now
+        before, self._spent = self._spent, {}
+        ended, self._ended = self._ended, {}
+        told: dict[M, float] = {}
+        for worker in workers:
+            means: list[tuple[M, int, float]] = []
+            sum_of_all = 0.0
+            for target in worker.targets:
+                present = target.in_flight + target.reserved
+                self._spent[target] = until_now = target.spent + present * now
+                spent = max(0.0, until_now - before.get(target, 0.0))
+                sum_of_all += spent
+                means.append((target, present, spent / seconds))
+            spent_before, ends_before, count = ended.get(worker, (0.0, 0.0, 0))
+            total = worker.cells.total
+            spent = spent_before * _LONGER_AGO + sum_of_all
+            ends = ends_before * _LONGER_AGO + total - count
+            self._ended[worker] = spent, ends, total
+            stays = _stays(spent / (ends + 1), seconds)
+            for target, present, mean in means:
+                told[target] = round((stays * present + (1 - stays) * mean) * SHARES) / SHARES
+        return told
+
+
+def _stays(lasts: float, seconds: float) -> float:
+    """The part of so many seconds to come that a turn will be there in the mean which is there now, when turns last so
+    long in the mean, however long they have lasted."""
+    return -expm1(-seconds / lasts) * lasts / seconds if lasts > 0.0 else 0.0
+
+
 class Others(Generic[T]):
     """What other replicas say of their load, added up at the targets."""
 
     def __init__(self) -> None:
         self.stale_at = _NEVER
         """When the oldest word does not count any more."""
-        self._said: dict[str, tuple[float, Mapping[T, tuple[int, int]]]] = {}
+        self._said: dict[str, tuple[float, Mapping[T, tuple[float, int]]]] = {}
         """By replica, the longest silent first."""
 
-    def heard(self, replica: str, loads: Mapping[T, tuple[int, int]], now: float) -> None:
+    def heard(self, replica: str, loads: Mapping[T, tuple[float, int]], now: float) -> None:
         _, before = self._said.pop(replica, (0.0, {}))
         for target, (turns, sessions) in before.items():
             target.turns_elsewhere -= turns
@@ -105,16 +187,18 @@ class Awaiting(Protocol):
 
     reserved: int
     claiming: int
+    spent: float
 
 
 class Place:
     """What a turn is of load between its being placed and its attempt, which counts by itself: once, where it is to go,
     however that changes; until its `end`, which must come. What is `held` already, a slot there, counts by itself."""
 
-    __slots__ = ("_coming", "_held", "_making", "_target")
+    __slots__ = ("_clock", "_coming", "_held", "_making", "_target")
 
-    def __init__(self, held: Awaiting | None = None) -> None:
-        self._held = held
+    def __init__(self, held: Awaiting | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: the one by which attempts are counted."""
+        self._held, self._clock = held, clock
         self._target: Awaiting | None = None
         """Where it counts."""
         self._coming = True
@@ -147,11 +231,18 @@ class Place:
             self._count(None)
 
     def _count(self, target: Awaiting | None) -> None:
-        if self._target is not None:
-            self._target.reserved -= 1
-        self._target = None if target is self._held else target
-        if self._target is not None:
-            self._target.reserved += 1
+        if target is self._held:
+            target = None
+        before, self._target = self._target, target
+        if before is target:
+            return
+        now = self._clock()
+        if before is not None:
+            before.reserved -= 1
+            before.spent += now
+        if target is not None:
+            target.reserved += 1
+            target.spent -= now
 
 
 class Owed:

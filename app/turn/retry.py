@@ -155,6 +155,7 @@ class Attempt:
         """Why the rest of the request could not be sent."""
         if slot is None:
             target.in_flight += 1
+            target.spent -= loop.time()
 
     def end(self) -> None:
         """Give back what it holds. To be called once, whatever happened."""
@@ -165,6 +166,7 @@ class Attempt:
             self._upload.close()
         if self._slot is None:
             self.target.in_flight -= 1
+            self.target.spent += self._loop.time()
         else:
             self._slot.give_back(cut=connection is not None and not connection.response.complete)
 

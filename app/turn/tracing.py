@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -149,7 +150,8 @@ class TurnTrace:
         """It is the binding."""
         self._since: int | None = None
         """When the last step ended."""
-        self._attempts = 0
+        self._attempts: Counter[str] = Counter()
+        """By their names: the first of each kind repeats nothing."""
 
     def binds(self) -> None:
         """The target is looked for from now on."""
@@ -173,9 +175,9 @@ class TurnTrace:
             calls=True,
             coatcheck__worker=target.worker.name,
             coatcheck__rank=target.rank,
-            http__request__resend_count=self._attempts or None,
+            http__request__resend_count=self._attempts[name] or None,
         )
-        self._attempts += 1
+        self._attempts[name] += 1
         return self._tracing.header_of(self._step)
 
     def answered(self, status: int) -> None:
@@ -200,7 +202,7 @@ class TurnTrace:
         self._end_step()
         span = self._span
         span.set_attribute("coatcheck.outcome", outcome)
-        span.set_attribute("coatcheck.attempts", self._attempts)
+        span.set_attribute("coatcheck.attempts", self._attempts.total())
         for name, value in attributes.items():
             if value is not None:
                 span.set_attribute(name.replace("__", "."), value)

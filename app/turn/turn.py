@@ -724,7 +724,7 @@ class Turn:
     ) -> None:
         """Be bound by what `work` claims. A final turn does not give up when its client leaves: a claim that nobody
         waited for would be closed by nobody. `slot`: where one is held."""
-        place = Place(slot)
+        place = Place(slot, clock=self._loop.time)
         claims = work(msgspec.structs.replace(placement, slot=slot, place=place))
         try:
             if self._request.identity.final:

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import dns.rcode
 import pytest
 
-from app.fleet.workers import worker_name
+from app.fleet.specs import worker_name
 from backends import open_store
 from tests.e2e.conftest import PATIENCE, new_session
 from tests.support.etcd import EtcdServer

@@ -96,6 +96,14 @@ async def test_bound_turns_pay_nothing() -> None:
         assert foresight.asked == 1
 
 
+async def test_who_names_a_worker_pays_nothing() -> None:
+    foresight = Foresight()
+    async with bench(*[answering(700, 650)] * 2, **foresight.settings) as b:
+        for worker in (b"w0", b"w1"):
+            assert await ask(b, (b"x-dynamo-worker-instance-id", worker)) == worker.decode()
+        assert foresight.asked == 0
+
+
 async def test_a_turn_whose_claim_stands_elsewhere_is_not_looked_at() -> None:
     """Another replica has made it: this one reads it from the store."""
     foresight = Foresight()

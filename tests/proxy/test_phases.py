@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from app.fleet.workers import worker_specs
+from app.fleet.specs import worker_specs
 from app.turn import phases
 from tests.support.client import Call
 from tests.support.phased import LONG, Phased, phased, places, said
@@ -293,6 +293,17 @@ async def test_without_a_prefill_worker_a_turn_is_refused() -> None:
         del room.mocks["p0"]
         assert error(await room.turn()) == (503, "worker_unreachable")
         assert [len(turns) for turns in (await room.served()).values()] == [0, 0]
+
+
+async def test_where_clients_place_all_turns_a_lost_prefill_worker_has_no_successor() -> None:
+    at_both = [(PREFILL, "p0"), ("x-dynamo-worker-instance-id", "d0")]
+    async with phased(decode=1, replicas=1, policy="direct") as room:
+        assert places(await room.turn("s", headers=at_both)) == ("p0", "d0")
+        assert error(await room.turn(headers=at_both[1:])) == (400, "hint_required")
+        await room.mocks.pop("p0").stop()
+        assert error(await room.turn("s", headers=at_both)) == (503, "worker_unreachable")
+        assert error(await room.turn("s")) == (400, "hint_required")
+        assert (await room.served())["p1"] == []
 
 
 async def test_while_the_store_is_away_the_hash_says_where_both_are() -> None:

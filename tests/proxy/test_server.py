@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import uvicorn
 
+from app.fleet.placement.prefix import Prefixes
+from app.fleet.policies import by_cache
 from app.http.client import ClientLimits
 from app.turn.request import Reading
+from tests.support import raw
 from tests.support.bench import FINAL, SESSION, Bench, bench
 from tests.support.raw import DONE, END, OK, STREAM, Peer, Script, Worker, answers, chunk, echoes, still, until
 
@@ -671,18 +674,32 @@ async def test_final_turn_end_to_end() -> None:
         assert await r.bench.claim() is None
 
 
-async def test_turn_leaves_no_cyclic_garbage() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {
+            "policy": by_cache,
+            "foresight": lambda metrics: Prefixes(metrics, memory=1 << 20),
+            "reading": Reading(prompts="yes"),
+        },
+    ],
+    ids=["plain", "foreseen"],
+)
+async def test_turn_leaves_no_cyclic_garbage(settings: dict[str, Any]) -> None:
     """What reference counting frees costs nothing; what is left to the collector costs every turn."""
-    async with serving(answers(OK)) as r:
+    prompt = json.dumps({"model": "m", "messages": [{"role": "user", "content": "word " * 200}]}).encode()
+    request = raw.post(b"content-type: application/json", body=prompt, target=b"/v1/chat/completions")
+    async with serving(answers(OK), **settings) as r:
         client = await r.connect()
-        await client.ask(post())
+        await client.ask(request)
         await client.answer()
         gc.collect()
         gc.freeze()  # what there was before need not be gone through again
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
             for _ in range(5):
-                await client.ask(post())
+                await client.ask(request)
                 await client.answer()
             gc.collect()
             kinds = {type(item).__name__ for item in gc.garbage}

@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from tests.support.phased import phased
 from tests.support.raw import DONE, END, STREAM, Live, Peer, answers, chunk, echoes, post, until
 
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])  # the router has its own
@@ -218,3 +219,15 @@ async def to_each_stream(peer: Peer) -> None:
     while True:
         await peer.request()
         await peer.send(STREAM + chunk(DONE) + END)
+
+
+async def test_a_turn_in_two_phases_has_a_span_for_each(receiver: Receiver) -> None:
+    async with phased(prefill=1, decode=1, replicas=1, otel_endpoint=receiver.url) as room:
+        assert (await room.turn("s", headers=[("x-request-id", "phases")])).status == 200
+    spans = await told(receiver, b"phases")
+    (prefill,), (decode,) = spans["prefill"], spans["attempt"]
+    assert attributes(prefill) == {"coatcheck.worker": "p0", "http.response.status_code": 200}
+    assert attributes(decode) == {"coatcheck.worker": "d0", "http.response.status_code": 200}
+    assert prefill.end_time_unix_nano <= decode.start_time_unix_nano
+    (turn,) = spans["turn"]
+    assert attributes(turn)["coatcheck.worker"] == "d0"

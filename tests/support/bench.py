@@ -21,7 +21,8 @@ from app.fleet.catalog import Catalog
 from app.fleet.models import ModelLists
 from app.fleet.placement.foresight import Foresight
 from app.fleet.policies import Policy
-from app.fleet.workers import Fleet, Target, Worker, WorkerSpec, make_worker
+from app.fleet.specs import WorkerSpec
+from app.fleet.workers import Fleet, Target, Worker, make_worker
 from app.http.client import ClientLimits, client_protocol
 from app.metrics import Metrics
 from app.sessions.affinity import Affinity

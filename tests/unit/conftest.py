@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-settings.register_profile("no-deadline", deadline=None)
+from tests.support.examples import examples
+
+settings.register_profile("no-deadline", deadline=None, max_examples=examples(40))
 settings.load_profile("no-deadline")

@@ -1382,7 +1382,7 @@ class _Faults:
         return self._rng.choice(kinds)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 @in_virtual_time
 async def test_every_counter_returns_to_zero_after_anything(seed: int) -> None:
     """Hundreds of turns on three replicas: finals, cancels, lost workers, faults of the store and its watch."""

@@ -19,7 +19,8 @@ from app.fleet.discovery.operators import Operators
 from app.fleet.discovery.records import WORKERS, RegistrySource, WorkerRecord, check_reachable, encode_record, this_host
 from app.fleet.discovery.source import Said, Source, Trouble, View
 from app.fleet.health import Tolerance
-from app.fleet.workers import Fleet, Worker, WorkerError, WorkerSpec, make_worker, worker_spec
+from app.fleet.specs import WorkerError, WorkerSpec, worker_spec
+from app.fleet.workers import Fleet, Worker, make_worker
 from backends.memory import MemoryStore
 from backends.registry import Registry
 from tests.support.fakes import in_virtual_time, settle

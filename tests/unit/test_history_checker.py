@@ -659,6 +659,19 @@ def test_a_final_turn_closes(affinity: str, replica: str, legal: bool) -> None:
     assert story.broken_rules() == ([] if legal else ["final did not close"])
 
 
+@pytest.mark.parametrize(("affinity", "legal"), [("created", True), ("stored", False)])
+def test_a_replica_that_knows_no_worker_says_nothing_of_a_close(affinity: str, legal: bool) -> None:
+    """It was started while the source of workers was broken. The turn after that tells."""
+    story = Story()
+    story.turn(0.0, "created", "w0")
+    story.turn(0.2, "cached", "w0", final=True)
+    story.fault("source-broken", "", 0.0, 0.5)
+    story.fault("replica-killed", "r1", 0.1, 0.5)
+    story.unserved(0.3, "error", replica="r1", status=503, affinity="none", head=0.31)
+    story.turn(0.4, affinity, "w0")
+    assert story.broken_rules() == ([] if legal else ["final did not close"])
+
+
 def test_the_close_of_a_final_turn_is_heard_of_within_moments() -> None:
     story = Story("etcd")
     story.turn(0, "created", "w0")

@@ -283,7 +283,7 @@ def test_by_chance_it_is_what_an_obvious_reader_knows(index: Index) -> None:
     assert len(index) == 0
 
 
-@pytest.mark.parametrize("blocks", [20_000, 31_000, 45_000])
+@pytest.mark.parametrize("blocks", [5000, 7500, 11_000])
 def test_a_block_takes_less_than_120_bytes(blocks: int) -> None:
     """At the one worker that has it, however full the tables happen to be."""
     rng = random.Random(1)

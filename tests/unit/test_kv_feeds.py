@@ -15,7 +15,8 @@ from app.fleet.discovery.file import read_workers
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.placement.feeds import Feed, Feeds, _places
 from app.fleet.placement.index import Index, links, root, token_bytes
-from app.fleet.workers import Fleet, Target, WorkerError, WorkerSpec, checked_place, make_worker, worker_spec
+from app.fleet.specs import WorkerError, WorkerSpec, checked_place, worker_spec
+from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
 from tests.unit.test_kv import SIZE, Engine
 

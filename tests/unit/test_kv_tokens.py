@@ -15,7 +15,8 @@ from app.fleet.placement.kv import Caches, Prompt
 from app.fleet.placement.prefix import Prefixes
 from app.fleet.placement.tokens import Tokenizer
 from app.fleet.served import Known, Served
-from app.fleet.workers import Fleet, Target, WorkerSpec, make_worker
+from app.fleet.specs import WorkerSpec
+from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
 from app.turn.fields import FieldReader
 from mocker.engine import profile

@@ -13,7 +13,9 @@ from app.errors import TurnError
 from app.fleet.discovery.file import read_workers
 from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
-from app.fleet.workers import Fleet, Phase, Target, Worker, lacking_phase, make_worker, worker_spec, worker_specs
+from app.fleet.specs import Phase, lacking_phase, worker_spec, worker_specs
+from app.fleet.workers import Fleet, Target, Worker, make_worker
+from app.turn.prefills import split
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
@@ -105,3 +107,22 @@ async def test_what_only_those_serve_that_prefill_is_served_by_nobody() -> None:
         with pytest.raises(TurnError, match="more than prefill") as told:
             await learnt(catalog, "o")
         assert told.value.code == "no_worker"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"[]", b"null", b'"text"', b"{", b'{"prompt": ', b'{"prompt": "x"} more', b"\xff\xfe{\x00}\x00",
+        b'{"prompt": "x", "\xed\xa0\xbd": 1}', b'{"prompt": "x", "\\ud83d": 1}', b"[" * 5000,
+    ],
+    ids=range(11),
+)  # fmt: skip
+def test_what_cannot_be_read_goes_whole_for_the_worker_to_judge(body: bytes) -> None:
+    assert split(body) is None
+
+
+def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
+    parts = split(b'{"prompt": "cut \\ud83d", "max_tokens": 9}')
+    assert parts is not None
+    assert b'"cut \\ud83d"' in parts.prompt
+    assert b'"max_tokens":1' in parts.prompt

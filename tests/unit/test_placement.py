@@ -198,7 +198,7 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
     assert placing.known(placing.at(0), left) == 0
 
 
-@pytest.mark.parametrize("blocks", [26_000, 44_000, 60_000])
+@pytest.mark.parametrize("blocks", [6500, 11_000, 15_000])
 def test_a_block_takes_so_many_bytes(blocks: int) -> None:
     """Of prompts of a kilobyte and more, whether or not the table has just grown."""
     placing = Placing(memory=blocks * BYTES_A_BLOCK)

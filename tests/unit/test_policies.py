@@ -12,7 +12,7 @@ import pytest
 from app.errors import TurnError
 from app.fleet.candidates import Candidates
 from app.fleet.health import Tolerance
-from app.fleet.loads import WORD_STANDS
+from app.fleet.loads import SHARES, WORD_STANDS, Lately
 from app.fleet.policies import POLICIES, Policy, by_cache, direct, least, least_loaded, rendezvous, round_robin
 from app.fleet.workers import Fleet, Target, Worker, make_worker
 from app.sessions.identity import KeyHasher
@@ -390,12 +390,15 @@ class Crowd:
     """Clients in the order of time: some at each of two replicas, each with a new session when the turn of its last one
     has ended."""
 
-    def __init__(self, seed: int, how: str) -> None:
-        """`how` worker w0 is sick, once it is."""
-        self.rng, self.how = Random(seed), how
+    def __init__(self, seed: int, how: str, lasts: tuple[float, float] = (0.001, 0.02)) -> None:
+        """`how` worker w0 is sick, once it is; turns last from so many seconds to so many."""
+        self.rng, self.how, self.lasts = Random(seed), how, lasts
         self.both = [Placing(owing=True), Placing(owing=True)]
         self.ends: list[tuple[float, int, Placing, Target, bool]] = []
         self.now = 1000.0
+        self.lately = [Lately[Target](self.now) for _ in self.both]
+        self.words: list[tuple[float, int]] = []
+        """When each says what it has; if it does."""
         self.sick = False
         self.begun = self.failed = 0
 
@@ -404,9 +407,15 @@ class Crowd:
         while len(self.ends) < clients:
             self.begin(self.both[self.begun % 2])
         while self.ends and (until_idle or self.begun < last):
+            if self.words and self.words[0][0] < self.ends[0][0]:
+                self.now, number = heapq.heappop(self.words)
+                self.say(number)
+                continue
             self.now, _, place, target, fails = heapq.heappop(self.ends)
             place.clock.now = self.now
             target.in_flight -= 1
+            target.spent += self.now
+            target.worker.cells.turns["worker_error" if fails else "completed", 0] += 1
             if fails:
                 self.failed += 1
                 target.worker.health.failed("status 500")
@@ -415,12 +424,28 @@ class Crowd:
             if self.begun < last:
                 self.begin(place)
 
+    def same(self) -> Iterable[tuple[Target, Target]]:
+        return zip(*(each.targets for each in self.both), strict=True)
+
+    def rest(self, seconds: float) -> None:
+        self.now += seconds
+        for place in self.both:
+            place.clock.now = self.now
+
+    def say(self, number: int) -> None:
+        here, there = self.both[number], self.both[1 - number]
+        here.clock.now = there.clock.now = self.now
+        told = self.lately[number].tell(here.fleet, self.now)
+        pairs = zip(here.targets, there.targets, strict=True)
+        there.fleet.heard(f"{number}", {other: (told[mine], mine.sessions) for mine, other in pairs})
+
     def begin(self, place: Placing) -> None:
         place.clock.now = self.now
         target = place.session()
         target.in_flight += 1
+        target.spent -= self.now
         fails = self.sick and name(target) == "w0"
-        takes = self.rng.uniform(0.001, 0.02)
+        takes = self.rng.uniform(*self.lasts)
         if fails:
             takes = {"fails at once": 0.001, "fails": takes, "fails late": 0.2, "is silent": 3.0}[self.how]
         heapq.heappush(self.ends, (self.now + takes, self.begun, place, target, fails))
@@ -447,6 +472,89 @@ def test_a_sick_worker_costs_no_more_than_its_share_of_what_comes_at_once(how: s
 
 
 # -- two replicas
+
+
+@pytest.mark.parametrize(("lasts", "uneven", "failed"), [((0.001, 0.02), 1.1, 10), ((0.05, 0.4), 1.5, 12)])
+def test_what_the_other_had_in_the_midst_of_a_burst_does_not_decide_where_the_next_one_goes(
+    lasts: tuple[float, float], uneven: float, failed: int
+) -> None:
+    """Each hears of the other's load at one moment of a burst, when some targets happen to have little of it left. It
+    is over when the next one comes, and what was idle at that moment may be sick."""
+    for seed in range(8):
+        crowd = Crowd(seed, "fails at once", lasts)
+        crowd.run(100)
+        crowd.rest(BEAT)
+        for number in range(2):
+            crowd.say(number)
+        crowd.rest(BEAT / 2)
+        crowd.words = sorted((crowd.now + crowd.rng.uniform(0, 3 * lasts[1]), number) for number in range(2))
+        crowd.run(300, clients=100)
+        crowd.rest(BEAT / 4)
+        before = [sum(target.sessions for target in same) for same in crowd.same()]
+        crowd.run(30)
+        got = [sum(target.sessions for target in same) - was for same, was in zip(crowd.same(), before, strict=True)]
+        assert unevenness(got) <= uneven, (seed, got)
+        crowd.sick = True
+        crowd.run(300)
+        assert crowd.failed <= failed, (seed, crowd.failed)
+
+
+def given(target: Target, turns: int, at: float) -> None:
+    target.in_flight += turns
+    target.spent -= turns * at
+
+
+def ended(target: Target, turns: int, at: float) -> None:
+    target.in_flight -= turns
+    target.spent += turns * at
+    target.worker.cells.turns["completed", 200] += turns
+
+
+def test_turns_shorter_than_the_time_between_two_words_count_by_their_mean() -> None:
+    (busy,), (idle,) = (worker_of(number, Clock()).targets for number in range(2))
+    lately = Lately[Target](1000.0)
+    workers = [busy.worker, idle.worker]
+    for beat in range(3):
+        for burst in range(4):
+            at = 1000.0 + BEAT * beat + burst / 2
+            given(busy, 20, at)
+            ended(busy, 20, at + 0.1)
+        if beat == 2:  # the word falls into a burst
+            given(busy, 20, at + 0.48)
+        told = lately.tell(workers, 1000.0 + BEAT * (beat + 1))
+        assert told[busy] == pytest.approx(20 * 0.1 / 0.5, abs=1.0)
+        assert told[idle] == 0
+
+
+def test_turns_longer_than_that_count_as_they_are() -> None:
+    """Also those that have just begun, and such as have ended no more."""
+    (target,) = worker_of(0, Clock()).targets
+    lately = Lately[Target](1000.0)
+    given(target, 10, 1000.0)
+    for now in range(1002, 1022, 2):
+        assert lately.tell([target.worker], now)[target] == 10
+        ended(target, 1, now)
+        given(target, 1, now)
+    given(target, 10, 1021.9)
+    told = lately.tell([target.worker], 1022.0)[target]
+    assert told == pytest.approx(20, abs=1.5)
+    ended(target, 15, 1023.9)
+    assert lately.tell([target.worker], 1024.0)[target] < 13
+    for now in range(1026, 1036, 2):
+        told = lately.tell([target.worker], now)[target]
+    assert told == 5
+
+
+def test_what_is_heard_and_taken_back_leaves_nothing() -> None:
+    """However the parts of a turn add up."""
+    two, rng = Two(), Random(7)
+    one, _ = two.both
+    for number in range(300):
+        loads = {target: (round(rng.uniform(0, 9) * SHARES) / SHARES, rng.randrange(9)) for target in one.targets}
+        one.fleet.heard(f"r{number % 7}", loads)
+    for number in range(7):
+        one.fleet.heard(f"r{number}", {})
+    assert {(target.turns_elsewhere, target.sessions_elsewhere) for target in one.targets} == {(0, 0)}
 
 
 class Two:

@@ -13,7 +13,7 @@ import pytest
 from app import registering
 from app.config import Settings
 from app.fleet.discovery.records import WORKERS, WorkerRecord, decode_record, encode_record
-from app.fleet.workers import WorkerError
+from app.fleet.specs import WorkerError
 from app.register import Engine, Registration, Sign, record_of
 from app.reloading import Passed, Rereading
 from app.sources import EffectiveSettings, read_settings

@@ -254,6 +254,44 @@ async def test_a_record_is_bounded_however_many_workers_there_are() -> None:
 
 
 @in_virtual_time
+async def test_what_others_have_is_their_mean_since_their_last_word() -> None:
+    store, loop = memory(), asyncio.get_running_loop()
+    a, b = One(store, "a"), One(store, "b")
+    mine, theirs = (next(iter(one.fleet)).targets[0] for one in (a, b))
+    async with beating(a, b):
+        theirs.in_flight, theirs.spent = 1, theirs.spent - loop.time()
+        await asyncio.sleep(20)
+        assert mine.load == 1
+        assert [each["turns"] for each in a.replicas.view()] == [3, 3]
+        for _ in range(80):  # half of the time, ten at once
+            theirs.in_flight, theirs.spent = 10, theirs.spent - 9 * loop.time()
+            await asyncio.sleep(0.125)
+            theirs.in_flight, theirs.spent = 1, theirs.spent + 9 * loop.time()
+            theirs.worker.cells.turns["completed", 200] += 9
+            await asyncio.sleep(0.125)
+        assert mine.load == pytest.approx(5.5, abs=0.6)
+        theirs.in_flight, theirs.spent = 0, theirs.spent + loop.time()
+        await asyncio.sleep(TWO_BEATS)
+        assert mine.load == mine.turns_elsewhere == 0
+
+
+@in_virtual_time
+async def test_a_replica_of_a_version_that_knows_no_means_is_believed_its_word() -> None:
+    store = memory()
+    older = {
+        "replica": "b",
+        "incarnation": "b1",
+        "version": "0.9",
+        "workers": {"w0": ["http://10.0.0.1:1", 0, [4], [7]]},
+    }
+    await store.registry.put(KIND, "b1", msgspec.json.encode(older), 60)
+    a = One(store, "a")
+    async with beating(a):
+        target = next(iter(a.fleet)).targets[0]
+        assert (target.load, target.settled) == (4, 7)
+
+
+@in_virtual_time
 async def test_what_is_no_record_is_passed_over() -> None:
     store = memory()
     a, b = One(store, "a"), One(store, "b")

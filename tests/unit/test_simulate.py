@@ -324,13 +324,13 @@ GOLDEN = {
     "turns": 1106,
     "refused": 10,
     "prompt_tokens": 10063543,
-    "cached_share": 0.3127,
-    "ttft_seconds": {"p50": 0.085671, "p95": 4.092771, "p99": 6.081177},
-    "itl_seconds": {"p50": 0.002111, "p95": 0.002387},
-    "max_over_mean_work": 1.614,
+    "cached_share": 0.3019,
+    "ttft_seconds": {"p50": 0.082695, "p95": 4.250181, "p99": 6.173377},
+    "itl_seconds": {"p50": 0.002111, "p95": 0.002415},
+    "max_over_mean_work": 1.58,
     "split_sessions": 0,
-    "preemptions": 315,
-    "simulated_seconds": 786.199,
+    "preemptions": 303,
+    "simulated_seconds": 785.421,
 }
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from app.fleet.health import Probe, Tolerance
 from app.fleet.loads import Place
 from app.fleet.policies import least_loaded
-from app.fleet.workers import Fleet, Target, Worker, WorkerError, make_worker, normal_url, worker_name
+from app.fleet.specs import WorkerError, normal_url, worker_name
+from app.fleet.workers import Fleet, Target, Worker, make_worker
 
 
 class Clock:

@@ -22,7 +22,8 @@ import msgspec
 from app.fleet.discovery.listening import Listener, Told
 from app.fleet.discovery.marks import Marks, OperatorMark
 from app.fleet.discovery.source import Source
-from app.fleet.workers import Fleet, Mark, Worker, WorkerSpec
+from app.fleet.specs import WorkerSpec
+from app.fleet.workers import Fleet, Mark, Worker
 from app.logs import event
 from backends.registry import Registry
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
-from app.fleet.workers import Phase, WorkerSpec, checked_phase, checked_ranks, normal_url, worker_name
+from app.fleet.specs import Phase, WorkerSpec, checked_phase, checked_ranks, normal_url, worker_name
 
 _EVERY = 5.0
 """Seconds."""

@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
-from app.fleet.workers import (
+from app.fleet.specs import (
     Phase,
     WorkerError,
     WorkerSpec,

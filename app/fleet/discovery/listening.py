@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import msgspec
 
 from app.fleet.discovery.source import Said, Source, Trouble, View
-from app.fleet.workers import WorkerSpec
+from app.fleet.specs import WorkerSpec
 from app.logs import event
 
 log = logging.getLogger("coatcheck.fleet")

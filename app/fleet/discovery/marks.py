@@ -14,7 +14,7 @@ import msgspec
 from app.fleet.discovery.listening import Told, end_tasks
 from app.fleet.discovery.records import Records, follow
 from app.fleet.discovery.source import Trouble
-from app.fleet.workers import WorkerSpec, checked_phase, checked_ranks, normal_url
+from app.fleet.specs import WorkerSpec, checked_phase, checked_ranks, normal_url
 from backends.base import StoreError
 from backends.registry import Registry
 

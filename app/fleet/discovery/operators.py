@@ -11,7 +11,8 @@ import msgspec
 from app.errors import TurnError
 from app.fleet.discovery.discovery import OPERATOR_LABEL, Discovery
 from app.fleet.discovery.marks import Marks, OperatorMark, State
-from app.fleet.workers import Fleet, WorkerSpec
+from app.fleet.specs import WorkerSpec
+from app.fleet.workers import Fleet
 from app.logs import event
 from backends.base import StoreError
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from app.fleet.discovery.source import Said, Trouble, View
-from app.fleet.workers import (
+from app.fleet.specs import (
     WorkerError,
     WorkerSpec,
     checked_name,

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from app.fleet.workers import WorkerSpec
+from app.fleet.specs import WorkerSpec
 
 T = TypeVar("T")
 

@@ -108,13 +108,15 @@ class Caches:
 class Prompt:
     """One request's prompt (`Foreseen`)."""
 
-    __slots__ = ("_caches", "_exact", "_guessed", "_model", "_path", "_read", "_said", "_tokens", "_where")
+    __slots__ = ("_caches", "_exact", "_guessed", "_held", "_model", "_path", "_read", "_said", "_tokens", "_where")
 
     def __init__(
         self, caches: Caches, guessed: prefix.Prompt, path: bytes, model: str, said: Mapping[str, Piece]
     ) -> None:
         self._caches, self._guessed, self._path, self._model, self._said = caches, guessed, path, model, said
         self._tokens: bytes | None = None
+        self._held: dict[Target, int] | None = None
+        """Tokens that each target has, as was seen last."""
         self._read = False
         self._where: Target | None = None
         self._exact: int | None = None
@@ -130,14 +132,14 @@ class Prompt:
         if worker is not None:
             self._tokens = await self._caches.tokenizer.tokens(self._path, self._model, self._said, worker)
 
-    def _held(self) -> dict[Target, int]:
+    def _look(self) -> dict[Target, int]:
         if self._tokens is None:
             return {}
         salt = self._said.get(SALT, b"")
         return self._caches.held(self._tokens, self._model, _text(bytes(salt)))
 
     def shares(self) -> Mapping[Target, float]:
-        held = self._held()
+        self._held = held = self._look()
         if not held:
             return self._guessed.shares()
         count = len(self._tokens or b"") // 4
@@ -149,7 +151,8 @@ class Prompt:
 
     def placed(self, target: Target) -> None:
         self._guessed.placed(target)
-        self._where, self._exact = target, self._held().get(target)
+        held = self._look() if self._held is None else self._held
+        self._where, self._exact = target, held.get(target)
 
     def settle(self, target: Target, usage: tuple[int, int] | None) -> None:
         if self._exact is None or target is not self._where:

@@ -857,7 +857,7 @@ def check_idle(session: _Session, verdict: Verdict) -> None:
     rules, faults = session.faults.rules, session.faults
     idle_since = -math.inf
     for number, turn in enumerate(session.turns):
-        if turn.outcome == "refused":
+        if _placed_nowhere(turn):
             continue
         if number and turn.start > idle_since + rules.lifetime and idle_since > -math.inf:
             together = _together(session, turn)
@@ -882,8 +882,8 @@ def check_finals(session: _Session, verdict: Verdict) -> None:
         if not final.final or final.outcome != "completed" or final.status != 200 or final.affinity == "degraded":
             continue
         others = [turn for turn in session.turns if turn is not final]
-        after = (turn for turn in session.turns[number + 1 :] if turn.start >= final.end and turn.outcome != "refused")
-        following = next(after, None)
+        after = (turn for turn in session.turns[number + 1 :] if turn.start >= final.end)
+        following = next((turn for turn in after if not _placed_nowhere(turn)), None)
         if following is None:
             continue
         until = following.head or following.end
@@ -916,6 +916,11 @@ def check_finals(session: _Session, verdict: Verdict) -> None:
             later = following.start - final.end
             text = f"{following.id} is {following.affinity} {later:.3f} s after the end of {final.id}"
             _violate(verdict, "final did not close", session.name, following.start, text)
+
+
+def _placed_nowhere(turn: Sent) -> bool:
+    """It says nothing of its session: it was refused before anybody asked where that is (`check_turns` judges that)."""
+    return turn.outcome == "refused" or (turn.outcome == "error" and turn.affinity == "none")
 
 
 def _together(session: _Session, turn: Sent) -> set[str] | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -100,7 +101,7 @@ def run_in_rounds(
     only: Collection[str] = (),
 ) -> list[Report]:
     """Rounds of about `round_s`, each with fresh processes, the next seed and the next rules. Histories that are not
-    legal are written to the folder `keep`."""
+    legal are written to the folder `keep`, beside what the processes have logged."""
     reports: list[Report] = []
     began = time.monotonic()
     rounds = max(1, round(seconds / round_s))
@@ -117,13 +118,18 @@ def run_in_rounds(
                     only=only,
                 )
             )
+            kept = None if keep is None or report.ok else keep / f"history-{report.history.rules.store}-{report.seed}"
+            if kept is not None:
+                kept.mkdir(parents=True, exist_ok=True)
+                for log in Path(folder).glob("*.log"):
+                    shutil.copy(log, kept)
         reports.append(report)
         print(f"round {number + 1} of {rounds}, seed {report.seed}, ttl {report.history.rules.ttl:g} s, "
               f"{time.monotonic() - began:.0f} s: {len(report.verdict.violations)} violations", flush=True)  # fmt: skip
         if not report.ok:
             print(report.complaint(), flush=True)
-            if keep is not None:
-                file = keep / f"history-{report.history.rules.store}-{report.seed}.msgpack"
+            if kept is not None:
+                file = kept / "history.msgpack"
                 file.write_bytes(msgspec.msgpack.encode(report.history))
                 print(f"kept as {file}", flush=True)
     return reports

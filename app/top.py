@@ -273,7 +273,13 @@ def _replicas(shown: Json) -> Table:
 
 def _event(event: Json) -> Text:
     at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-    return _line((f"{at} ", "bright_black"), (event["message"], _LEVELS.get(event["level"], "default")))
+    return _line((f"{at} ", "bright_black"), (in_words(event), _LEVELS.get(event["level"], "default")))
+
+
+def in_words(event: Json) -> str:
+    """What an event says, and of which worker where it does not name one."""
+    said, worker = str(event["message"]), str(event["fields"].get("worker", ""))
+    return said if worker in said else f"{said}, at {worker}"
 
 
 def _percent(value: float | None) -> str:

@@ -32,7 +32,7 @@ from rich.text import Text
 from app import Trouble, children
 from app.config import VARIABLE_PREFIX
 from app.fleet.specs import worker_name
-from app.top import snapshots
+from app.top import in_words, snapshots
 from mocker.settings import MockSettings
 
 HOST = "127.0.0.1"
@@ -202,7 +202,7 @@ def _tell_events(console: Console, url: str) -> None:
                             continue
                         if event["kind"] != "mark_set":
                             at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-                            console.print(Text.assemble((f"{at}  ", "dim"), (event["message"], "yellow")))
+                            console.print(Text.assemble((f"{at}  ", "dim"), (in_words(event), "yellow")))
                     told = max((number for number, _ in events), default=told or 0)
             time.sleep(1.0)
 

@@ -217,7 +217,7 @@ function drawTiles() {
       !fleet.available ? "bad" : unwell ? "warn" : "", "That may be given new sessions"],
     ["Turns", few(fleet.turns_per_second), "/s", `${number(fleet.running)} running${fleet.waiting ? `, ${number(fleet.waiting)} wait` : ""}`, "",
       "Of all replicas, in the last ten seconds"],
-    ["Failed", percent(fleet.failed_percent), "", `${number(fleet.failed)} of ${number(fleet.turns)} in 1 min`,
+    ["Failed", percent(fleet.failed_percent), "", `${number(fleet.failed)} of ${number(fleet.turns)}/min`,
       fleet.failed_percent >= 5 ? "bad" : fleet.failed ? "warn" : "", "By a worker's or the router's fault, in the last minute"],
     ["First token", duration(fleet.ttft_p50_ms), "", `p95 ${duration(fleet.ttft_p95_ms)}`, "", "Half of the last minute's turns had it within that"],
     ["Kept", percent(fleet.kept_percent), "", "of known sessions", fleet.kept_percent != null && fleet.kept_percent < 95 ? "warn" : "",
@@ -543,13 +543,19 @@ function drawTenants() {
   });
 }
 
+// Whom an event is about, where it does not say so itself.
+function about({ message, fields }) {
+  const names = [["worker", "at"], ["session", "session"], ["tenant", "tenant"]].filter(([name]) => fields[name] && !message.includes(fields[name]));
+  return names.length ? el("span", { class: "about", text: names.map(([name, word]) => `${word} ${fields[name]}`).join(", ") }) : null;
+}
+
 function drawEvents() {
   const keys = Object.keys(shown.events).sort((a, b) => b - a);
   $("events-empty").hidden = Boolean(keys.length);
   sync($("events"), keys, (key) => {
     const event = shown.events[key];
     return el("li", { class: event.level }, el("time", { text: clock(event.at, true), title: new Date(event.at * 1000).toLocaleString() }),
-      el("span", { class: "kind", text: event.kind.replaceAll("_", " ") }), el("span", { class: "text", text: event.message }));
+      el("span", { class: "kind", text: event.kind.replaceAll("_", " ") }), el("span", { class: "text", text: event.message }, about(event)));
   }, () => {});
 }
 

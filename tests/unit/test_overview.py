@@ -23,7 +23,7 @@ from app.events import KEPT, EventLog
 from app.main import Router, create_app
 from app.overview import PAGE, Look, changed, merge
 from app.page.routes import MOST_LOOKING
-from app.top import frame
+from app.top import frame, in_words
 from backends.memory import MemoryStore
 from tests.support.fakes import in_virtual_time
 
@@ -62,6 +62,10 @@ def test_events_are_kept_with_what_they_are_about_and_no_more_of_them_than_that(
     [first] = events.last()
     assert (first.kind, first.level, first.message) == ("worker_state", "warning", "worker w0 is gone")
     assert first.fields == {"worker": "w0", "turns": 3, "more": "[1]"}
+    told = msgspec.to_builtins(first)
+    assert in_words(told) == "worker w0 is gone"
+    assert in_words(told | {"message": "a turn failed"}) == "a turn failed, at w0"
+    assert in_words(told | {"fields": {}}) == "worker w0 is gone"
     for _ in range(2 * KEPT):
         events.emit(record(logging.INFO))
         events.emit(record(logging.WARNING, event="turn"))

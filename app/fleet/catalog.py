@@ -46,8 +46,11 @@ _MOST_A_SECOND = 4
 _MOST_IN_ROUNDS = 20
 _ROUNDS_APART = 1.0
 """Seconds between two rounds that requests cause, at least."""
-_PATIENCE = 2.0
-"""Seconds that a request waits for a round."""
+_PATIENCE = 5.0
+"""Seconds that a request waits for a round: it may have to wait until one may begin, and in it for what workers were
+asked before."""
+_TIMES_ANEW = 3
+"""That a worker is asked in a row when another replica has told of it meanwhile."""
 _ABSENT_FOR = 2.0
 """Seconds in which a name that a round has not found is not looked for again."""
 _MOST_ABSENT = 1000
@@ -181,10 +184,11 @@ class Catalog:
 
     async def learn(self, model: str) -> frozenset[str] | None:
         """As `serving`, of a model that nobody is known to serve, once the workers were asked again, or after
-        `_PATIENCE`. To be run in a task. Raises TurnError: `no_worker` when those that served it have left,
-        `model_not_found` when nobody ever did."""
+        `_PATIENCE`. To be run in a task. Raises TurnError: `no_worker` when those that served it have left, or are
+        still being asked, `model_not_found` when nobody ever did."""
+        looked = True
         if len(model) <= _LONGEST_NAME and self._clock() >= self._absent.get(model, 0.0):
-            await self._look_for(model)
+            looked = await self._look_for(model)
         among = self.serving(model)
         if among is None or among:
             return among
@@ -192,6 +196,8 @@ class Catalog:
             raise TurnError("no_worker", f"{self._missing(model)} {shown(model)} is here")
         if self._served.open:
             return self._served.open
+        if not looked:
+            raise TurnError("no_worker", f"no worker has said yet whether it serves {shown(model)}")
         raise TurnError("model_not_found", f"The model `{short(model)}` does not exist.", param="model")
 
     def _missing(self, model: str) -> str:
@@ -200,21 +206,25 @@ class Catalog:
             return "no worker that does more than prefill for the model"
         return "no worker that serves the model"
 
-    async def _look_for(self, model: str) -> None:
+    async def _look_for(self, model: str) -> bool:
+        """False: the round is not over, and it may yet be found. One that may not begin yet, because the last one was
+        a moment ago, would say what that has said."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wanted = (model, future)
         self._wanted.append(wanted)
         if self._round is None:
             self._round = self._spawn(self._next_round())
-        self._round.add_done_callback(lambda _: _arrive(future))
+        looking = self._round
+        looking.add_done_callback(lambda _: _arrive(future))
         try:
             async with asyncio.timeout(_PATIENCE):
                 await future
         except TimeoutError:
-            pass
+            return looking is self._round
         else:
             if not self.serving(model):
                 self._note_absent(model)
+            return True
         finally:
             if wanted in self._wanted:
                 self._wanted.remove(wanted)
@@ -286,18 +296,35 @@ class Catalog:
         await asyncio.sleep(max(0.0, self._round_at + apart - self._clock()))
         self._round, self._round_at = None, self._clock()
         workers = [each for each in self._fleet if self._clock() >= self._served.of(each).late_until]
-        running = [
-            known.asking for each in workers if (known := self._served.of(each)).asking and not known.asking.done()
-        ]
-        if running:  # asked before the request came: what they say may be older
-            await asyncio.wait(running)
-        asking = [self._ask_soon(worker) for worker in workers]
-        if asking:
-            await asyncio.wait(asking)
+        await asyncio.gather(*map(self._ask_anew, workers))
+
+    async def _ask_anew(self, worker: Worker) -> None:
+        asking = self._served.of(worker).asking
+        if asking is not None and not asking.done():  # asked before the request came: what it says may be older
+            await asyncio.wait([asking])
+        await asyncio.wait([self._ask_soon(worker)])
 
     async def _ask(self, worker: Worker, known: Known) -> None:
+        for _ in range(_TIMES_ANEW):
+            events = known.events
+            entries = await self._answer(worker, known)
+            if entries is None:
+                return
+            if known.events == events or known.entries is None or known.entries.keys() == entries.keys():
+                break
+            # Another replica has heard something meanwhile; ours may be older. Whoever waits for this waits for the
+            # worker's word: what was heard may be older as well.
+        else:
+            known.due = 0.0
+            return
+        self._served.note(worker.name, known, entries)
+        if known.recorded != frozenset(entries):
+            self._unwritten.add(worker.name)
+            self._hurry.set()
+
+    async def _answer(self, worker: Worker, known: Known) -> dict[str, msgspec.Raw] | None:
+        """What the worker says; None: nothing that counts, and that is noted."""
         assert self._asking is not None
-        events = known.events
         try:
             async with self._slots:
                 entries = await self._lists.read(self._asking, worker, self._headers())
@@ -311,17 +338,11 @@ class Catalog:
                 if not known.asked:
                     known.asked = True
                     self._served.recompute()
-            return
+            return None
         if known.worker is not worker:
-            return
+            return None
         known.refused, known.late_until, known.failures = False, 0.0, 0
-        if known.events != events and known.entries is not None and known.entries.keys() != entries.keys():
-            known.due = 0.0  # another replica has heard something meanwhile; ours may be older
-            return
-        self._served.note(worker.name, known, entries)
-        if known.recorded != frozenset(entries):
-            self._unwritten.add(worker.name)
-            self._hurry.set()
+        return entries
 
     # -- the registry
 

@@ -117,7 +117,7 @@ def record(
     started.append(kv_events(first, first + ranks, topic))
     log = folder / f"{name}.log"
     print(f"{name}: {log}", flush=True)
-    with standing_vllm(model, log, *started, **settings) as url, zmq.Context() as context:
+    with standing_vllm(model, log, *started, settings=settings) as url, zmq.Context() as context:
         endpoints = [f"tcp://127.0.0.1:{first + rank}" for rank in range(ranks)]
         recorder = Recorder(url, context, endpoints, f"tcp://127.0.0.1:{first + ranks}")
         time.sleep(QUIET_SECONDS)  # until it has heard that we listen

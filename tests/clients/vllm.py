@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.clients.install import ENVIRONMENTS, HERE
@@ -76,15 +76,18 @@ def kv_events(port: int, replay_port: int, topic: str = "") -> str:
 
 
 @contextlib.contextmanager
-def standing_vllm(model: Path, log: Path, *options: str, **settings: str) -> Iterator[str]:
-    """Its address, as long as the block runs. `settings`: more of the environment's variables."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def standing_vllm(
+    model: Path, log: Path, *options: str, port: int = 0, settings: Mapping[str, str] = {}
+) -> Iterator[str]:
+    """Its address, as long as the block runs. `port`: 0: a free one. `settings`: more of the environment's
+    variables."""
+    if not port:
+        [port] = free_ports(1)
     command = [str(ENVIRONMENT / "bin" / "vllm"), "serve", str(model), "--served-model-name", MODEL, *OPTIONS, *options]
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | SETTINGS | settings,
+            env={**os.environ, **SETTINGS, **settings},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -181,15 +181,15 @@ async def test_a_fleet_grows_and_shrinks_without_a_failed_turn(grown: Grown) -> 
     await until_all_see(replicas, {each.name for each in first})
     load = Load(replicas)
     async with load.running():
-        await load.count(20)
+        await load.count(10)
         staying, leaving = grown.grow(first)
         await until_all_see(replicas, {each.name for each in (*staying, *leaving)})
-        await load.count(50)
+        await load.count(40)
         before = await sites(leaving)
         assert any(before.values()), "the newcomers were given nothing"
         grown.shrink(staying)
         await until_all_see(replicas, {each.name for each in staying})
-        await load.count(50)
+        await load.count(30)
     assert load.failed == []
     there = await sites(staying)
     moved = [session for session, places in there.items() if len(places) > 1]

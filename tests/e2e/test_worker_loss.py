@@ -20,7 +20,7 @@ from tests.e2e.conftest import PATIENCE, new_session
 from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.wire import Cut, Wire, turn
 
-SESSIONS = 300
+SESSIONS = 120
 CLIENTS = 24
 CONNECT_LIMIT = 1.0
 
@@ -122,7 +122,8 @@ async def check_where_they_went(fleet: Fleet, lost: Worker, sessions: Sequence[s
     shares = Counter(itertools.chain.from_iterable(parts))
     assert shares.total() == SESSIONS
     assert shares.keys() == {worker.name for worker in fleet.left}
-    assert max(shares.values()) <= 1.5 * SESSIONS / len(fleet.left), shares
+    # Not all to the same one: twice the mean is five times the deviation that chance alone would give.
+    assert max(shares.values()) <= 2 * SESSIONS / len(fleet.left), shares
 
 
 @pytest.mark.timeout(300)  # hundreds of turns, each on a connection of its own: a busy machine takes its time

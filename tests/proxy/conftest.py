@@ -38,6 +38,13 @@ def _is_grpcs_own(fault: dict[str, Any]) -> bool:
     return isinstance(fault.get("exception"), BlockingIOError) and "PollerCompletionQueue" in fault["message"]
 
 
+@pytest.fixture(autouse=True)
+def no_certificates_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them is most of what a replica's start takes, and no worker here has one that they vouch for."""
+    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
+    monkeypatch.setenv("SSL_CERT_DIR", os.devnull)
+
+
 @pytest.fixture(scope="session")
 def etcd() -> Iterator[EtcdServer]:
     with EtcdServer() as server:
@@ -45,11 +52,8 @@ def etcd() -> Iterator[EtcdServer]:
 
 
 @pytest.fixture(params=["memory", "file", "etcd"])
-def rooms(request: pytest.FixtureRequest, quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Rooms:
+def rooms(request: pytest.FixtureRequest, quick_path: Path) -> Rooms:
     """Claims of every kind."""
-    # No worker here speaks TLS, and reading the machine's CA certificates is most of what a replica's start takes.
-    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
-    monkeypatch.setenv("SSL_CERT_DIR", os.devnull)
     if request.param == "etcd":
         server: EtcdServer = request.getfixturevalue("etcd")
         return Rooms("etcd", quick_path, lambda name: server.url(f"semantics/{name}"))

@@ -22,6 +22,8 @@ from tests.support.client import Call
 from tests.support.http_model import Request
 from tests.support.raw import OK, Live, Peer, Worker, post, to_each, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 BUSY = b"HTTP/1.1 503 No\r\ncontent-length: 4\r\n\r\nbusy"
 SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
 UPGRADE = ((b"connection", b"upgrade"), (b"upgrade", b"websocket"))

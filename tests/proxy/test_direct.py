@@ -14,6 +14,8 @@ import pytest
 from app.http.inplace import direct_write
 from tests.support.raw import until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 BIG = os.urandom(1 << 20) * 8
 
 

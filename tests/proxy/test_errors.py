@@ -23,6 +23,8 @@ from tests.support.client import Call
 from tests.support.fakes import ScriptedStore
 from tests.support.raw import OK, STREAM, Peer, Worker, answers, chunk, tells, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 Header = tuple[bytes, bytes]
 
 

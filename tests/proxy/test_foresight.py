@@ -16,6 +16,8 @@ from tests.support.bench import JSON, SESSION, Bench, bench
 from tests.support.http_model import Request
 from tests.support.raw import Peer, Script, answers, to_each
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 SYSTEM = "You are one of many agents, and all begin alike. " * 60
 DRY_RUN = (b"x-coatcheck-dry-run", b"true")
 

@@ -13,6 +13,8 @@ from tests.support.bench import FINAL, SESSION, Bench, bench
 from tests.support.client import Call
 from tests.support.raw import DONE, END, STREAM, Peer, Worker, chunk, until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 _FULL = b'{"type":"response.completed","response":{"output":[{"type":"message"}]}}'
 LAST = {
     "chat": DONE,

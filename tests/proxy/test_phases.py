@@ -16,6 +16,8 @@ from tests.support.client import Call
 from tests.support.phased import LONG, Phased, phased, places, said
 from tests.support.raw import until
 
+pytestmark = pytest.mark.asyncio(loop_factories=["uvloop"])  # its subject is no loop's
+
 PREFILL = "x-dynamo-prefill-instance-id"
 FINAL = [("x-dynamo-session-final", "true")]
 

@@ -129,14 +129,8 @@ async def test_an_adapter_that_is_loaded_later_is_found_on_both_replicas(rooms: 
         await ask(room, "a", "s", headers={"x-dynamo-worker-instance-id": "w0"})
         room.worker("w1").models.append("lora")
         for at in (0, 1):
-
-            async def served(at: int = at) -> bool:
-                """A list that was asked for before may be on its way: who asks then is told 404."""
-                turn = await ask(room, "lora", "s", at=at)
-                assert turn.worker in ("w1", None)
-                return turn.status == 200
-
-            await until(served)
+            turn = await ask(room, "lora", "s", at=at)
+            assert (turn.status, turn.worker) == (200, "w1")
         room.worker("w1").models.remove("lora")
         room.worker("w2").models.append("lora")
 

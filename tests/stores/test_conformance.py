@@ -98,7 +98,7 @@ class TestRaces:
 
     @across_processes
     async def test_of_racing_processes_exactly_one_wins(self, make_store: MakeStore) -> None:
-        keys = [a_key() for _ in range(100)]
+        keys = [a_key() for _ in range(60)]
         async with AsyncExitStack() as stack:
             others = await asyncio.gather(*(stack.enter_async_context(Claimant(make_store.url)) for _ in range(3)))
             at = time.monotonic() + 0.2
@@ -139,7 +139,7 @@ class TestRaces:
                 *(stack.enter_async_context(Claimant(make_store.url, deadline=20.0)) for _ in range(3))
             )
             for n, other in enumerate(others):
-                other.tell("churn", keys=keys, worker=f"w-{n}", rounds=150)
+                other.tell("churn", keys=keys, worker=f"w-{n}", rounds=80)
             balances = [await other.answer() for other in others]
         for key in keys:
             assert sum(balance[key] for balance in balances) == int(await store.get(key) is not None)

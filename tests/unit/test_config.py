@@ -252,6 +252,9 @@ def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
     return file
 
 
+DEFAULTS = Settings.flat()
+
+
 def test_the_examples_here_cover_every_setting() -> None:
     assert set(WRITTEN) == set(SETTINGS)
     assert {name for name, _, _ in BAD + BAD_SECRETS} == set(SETTINGS)
@@ -262,21 +265,21 @@ def test_every_setting_can_be_given_as_flag_variable_and_file_key(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text, value = WRITTEN[name]
-    default = SETTINGS[name].value(read_settings({}).settings)
-    assert default != value
+    assert SETTINGS[name].value(DEFAULTS) != value
 
     also = ALSO.get(name, {})
     by_flag = read_settings({name: text, **also})
     assert SETTINGS[name].value(by_flag.settings) == value
     assert str(by_flag.origins[name]) == f"flag {SETTINGS[name].flag}"
 
-    for key in (name, name.replace("_", "-")):
-        toml = written(tmp_path, f'{key} = "{text}"')
-        yaml = written(tmp_path, f'{key}: "{text}"\n', "c.yaml")
-        for file in (toml, yaml):
-            by_file = read_settings(also, file)
-            assert SETTINGS[name].value(by_file.settings) == value
-            assert str(by_file.origins[name]) == f"{key} in {file}"
+    dashed = name.replace("_", "-")
+    for key, file in (
+        (dashed, written(tmp_path, f'{dashed}: "{text}"\n', "c.yaml")),
+        (name, written(tmp_path, f'{name} = "{text}"')),
+    ):
+        by_file = read_settings(also, file)
+        assert SETTINGS[name].value(by_file.settings) == value
+        assert str(by_file.origins[name]) == f"{key} in {file}"
 
     monkeypatch.setenv(SETTINGS[name].variable, text)
     by_variable = read_settings(also)

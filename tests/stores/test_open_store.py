@@ -41,9 +41,9 @@ async def test_a_folder_for_many_hosts_has_to_be_there(tmp_path: Path) -> None:
 
 
 async def test_the_deadline_and_the_options_reach_the_store(tmp_path: Path) -> None:
-    store = await open_store(f"file://{tmp_path}/c?sync=no&hosts=one", deadline=0.7)
+    store = await open_store(f"file://{tmp_path}/c?sync=no&hosts=one", deadline=3.0)
     assert isinstance(store, FileStore)
-    assert store._threads._deadline == 0.7
+    assert store._threads._deadline == 3.0
     assert store._disk._sync is False
     await store.aclose()
 

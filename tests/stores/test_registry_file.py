@@ -190,7 +190,7 @@ class TestTheDisk:
         assert os.listdir(Path(store._disk.root) / "tmp") == []
 
     async def test_not_answering(self, open_file: Open, frozen: Frozen) -> None:
-        store = await open_file(deadline=0.3)
+        store = await open_file(deadline=1.0)
         await store.registry.put("workers", "a", b"1", 600)
         async with Watcher(store.registry, "workers") as watcher:
             frozen.freeze("open")
@@ -211,7 +211,7 @@ class TestTheDisk:
     async def test_a_put_that_hangs_in_the_kernel_does_not_land_after_a_later_one(
         self, open_file: Open, frozen: Frozen
     ) -> None:
-        store, other = await open_file(deadline=0.3), await open_file(deadline=0.3)
+        store, other = await open_file(deadline=1.0), await open_file(deadline=0.3)
         await store.registry.put("workers", "a", b"0", None)
         frozen.freeze("replace")
         hangs = asyncio.create_task(store.registry.put("workers", "a", b"1", None))
@@ -314,7 +314,7 @@ class TestLooking:
 
 class TestProcesses:
     async def test_a_frozen_holder_stops_writes_of_its_names_and_no_claim(self, open_file: Open, root: Path) -> None:
-        store = await open_file(deadline=0.3)
+        store = await open_file(deadline=1.0)
         path = await put(store, root, "a")
         async with Claimant(f"file://{root}") as peer:
             await peer.do("hold lock", key=f"r{path.name[0]}")

@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from app.fleet.workers import Target
 from app.logs import event
 from app.metrics import Metrics
+from app.sessions.entries import NEAR_ITS_END
 from backends.base import (
     Claim,
     ClaimLost,
@@ -144,8 +145,8 @@ class _Call:
 class Claims:
     """The store's calls: measured, tried again while that helps, and what they tell of the store (`state`).
 
-    `get`, `create` and `close` are for who has a turn waiting, and are given up when the store is away; `read`, `renew`
-    and `close_at_last` are nobody's wait and get the store's whole deadline."""
+    `get`, `create`, `prolonged` and `close` are for who has a turn waiting, and are given up when the store is away;
+    `read`, `renew` and `close_at_last` are nobody's wait and get the store's whole deadline."""
 
     def __init__(
         self,
@@ -230,6 +231,21 @@ class Claims:
 
     async def close(self, claim: Claim, until: float | None = None) -> CloseOutcome:
         return await self._hurried("close", lambda: self._store.close(claim), until)
+
+    async def prolonged(self, claim: Claim, until: float | None = None, *, kept: bool = False) -> Claim | None:
+        """The claim, which has been read: renewed where it may end by itself before a renewal beside the turn, which is
+        served meanwhile, has come through. None: it has ended."""
+        ttl = self._kept_ttl if kept else self.ttl
+        if claim.expires_at - self.clock() > ttl * NEAR_ITS_END:
+            return claim
+        try:
+            return await self._hurried("renew", lambda: self._store.renew(claim, ttl), until)
+        except ClaimLost:
+            return None
+        except ClaimUnreadable:
+            raise
+        except StoreError:
+            return claim
 
     # -- calls that nobody waits for
 

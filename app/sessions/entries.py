@@ -13,6 +13,8 @@ from app.fleet.workers import Target
 from backends.base import Claim, Deleted
 
 UNPROVEN = 0
+NEAR_ITS_END = 1 / 8
+"""Of a TTL: with less left a claim might end before a turn that goes by it has had it renewed."""
 
 
 class View(msgspec.Struct, frozen=True):
@@ -245,8 +247,9 @@ class Entries:
         entry.good_until = self._clock() + self._max_stale
         entry.renew_at = 0.0
         if claim.expires_at:
-            entry.good_until = min(entry.good_until, claim.expires_at)
-            entry.renew_at = claim.expires_at - (self._kept_ttl if entry.kept else self._ttl)
+            ttl = self._kept_ttl if entry.kept else self._ttl
+            entry.good_until = min(entry.good_until, claim.expires_at - ttl * NEAR_ITS_END)
+            entry.renew_at = claim.expires_at - ttl
 
     # -- without the store
 

@@ -115,6 +115,8 @@ class Resolver:
             ):
                 claim = await claims.get(key, until)
                 if claim is not None:
+                    claim = await claims.prolonged(claim, until, kept=placement.kept)
+                if claim is not None:
                     return await self._adopt(claim, "stored", placement, snapshot, known, until)
                 if known is not None and known.claim is not None:
                     known = self._without_claim(known, placement)
@@ -143,6 +145,10 @@ class Resolver:
                 claim, snapshot = await self._settled(outcome.claim, snapshot, known, until)
                 if known is None and self._claims.gave_up(claim):
                     known = await self._served_elsewhere(key)
+                stands = await claims.prolonged(claim, until, kept=placement.kept)
+                if stands is None:
+                    return await self.resolve(key, placement)
+                claim = stands
                 return await self._adopt(claim, "stored", placement, snapshot, known, until)
             if known is None and (gave_way := await self._kept_waiting(outcome.claim, placement, until)) is not None:
                 return gave_way

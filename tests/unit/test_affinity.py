@@ -664,6 +664,36 @@ async def test_lost_claim_makes_the_next_turn_read() -> None:
 
 
 @in_virtual_time
+@pytest.mark.parametrize("at", ["the replica that made it", "another one"])
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_no_turn_goes_by_a_claim_that_ends_beside_it(at: str, in_time: bool) -> None:
+    """Else the session's next turn, a moment later, finds none and goes elsewhere."""
+    inner = memory()
+    stores = scripted(inner), scripted(inner)
+    loop = asyncio.get_running_loop()
+    async with running(stores[0], max_stale=1e9) as one, running(stores[1]) as other:
+        await one.visit()
+        first = await inner.get(KEY)
+        assert first is not None
+        left = 0.3
+        await asyncio.sleep(first.expires_at - loop.time() - left)
+        replica, store = (one, stores[0]) if at == "the replica that made it" else (other, stores[1])
+        store.before["renew"] = asyncio.Event()
+        turn = asyncio.create_task(replica.visit())
+        await asyncio.sleep(0.1 if in_time else left + 0.1)
+        store.before["renew"].set()
+        worker, how = await turn
+        assert how == ("stored" if in_time else "created")
+        stands = await inner.get(KEY)
+        assert stands is not None
+        assert stands.expires_at >= loop.time() + TTL
+        assert (stands.revision == first.revision) is in_time
+        await asyncio.sleep(left)
+        assert await replica.visit() == (worker, "cached")
+        assert (await (other if replica is one else one).visit())[0] == worker
+
+
+@in_virtual_time
 async def test_failed_renewal_is_tried_again() -> None:
     inner = memory()
     store = scripted(inner)

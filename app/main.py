@@ -70,8 +70,9 @@ from app.turn.prefills import Phases, Prefills
 from app.turn.releases import Releases
 from app.turn.request import Reading, worker_key_line
 from app.turn.routing import Routing, Rules
+from app.turn.shared import Shared
 from app.turn.tracing import Tracing, open_tracing
-from app.turn.turn import Shared, Turns
+from app.turn.turn import Turns
 from backends.base import ClaimStore
 
 _VISIBLE = "".join(map(chr, range(0x21, 0x7F))).replace("%", "")

@@ -17,7 +17,7 @@ from app.fleet.workers import Fleet, Tls, Worker, make_worker
 from app.http.names import Names
 from app.sessions.endings import EndingFiles
 from app.turn.request import worker_key_line
-from app.turn.turn import Limits
+from app.turn.shared import Limits
 from app.values import mask
 from backends import open_store
 from backends.base import ClaimStore

@@ -43,8 +43,9 @@ from app.turn.prefills import TRANSFER, NoHandover, Parts, Phases, can_be_split,
 from app.turn.request import Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
 from app.turn.routing import Decision, Hint
+from app.turn.shared import Shared
 from app.turn.slots import Slots
-from app.turn.turn import Shared, Turn
+from app.turn.turn import Turn
 
 _FREED_WITHIN = 5.0
 """Seconds that a worker has to begin to answer a request whose client has left, before it is cut off."""

@@ -9,7 +9,7 @@ import pytest
 
 from app.logs import shown
 from app.turn.access import AccessLog
-from app.turn.turn import Limits
+from app.turn.shared import Limits
 from tests.support.bench import SESSION, Bench, bench
 from tests.support.logs import Noted, noted
 from tests.support.raw import OK, STREAM, Peer, answers, chunk, until

@@ -16,7 +16,7 @@ import pytest
 from app.fleet.capacity import Bounds
 from app.sessions.tenants import Tenants, new_key
 from app.turn.request import Reading
-from app.turn.turn import Limits
+from app.turn.shared import Limits
 from tests.support.bench import SESSION, Bench, bench
 from tests.support.client import Call
 from tests.support.http_model import Request

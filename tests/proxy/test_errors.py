@@ -15,7 +15,7 @@ import pytest
 
 from app.http.client import ClientLimits
 from app.turn.request import Reading
-from app.turn.turn import Limits
+from app.turn.shared import Limits
 from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
 from tests.support.bench import SESSION, bench

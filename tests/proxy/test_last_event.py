@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from app.turn.turn import Limits
+from app.turn.shared import Limits
 from tests.support.bench import FINAL, SESSION, Bench, bench
 from tests.support.client import Call
 from tests.support.raw import DONE, END, STREAM, Peer, Worker, chunk, until

@@ -16,7 +16,7 @@ import pytest
 from app.fleet.workers import Target
 from app.http.client import ClientLimits
 from app.http.worker import WorkerConnection
-from app.turn.turn import Limits
+from app.turn.shared import Limits
 from backends.base import ClaimValue, OutcomeUnknown, StoreUnavailable
 from tests.support.bench import FINAL, JSON, SESSION, Bench, bench
 from tests.support.client import Call

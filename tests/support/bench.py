@@ -30,7 +30,8 @@ from app.sessions.identity import KeyHasher
 from app.turn.access import AccessLog
 from app.turn.request import Reading
 from app.turn.routing import Routing
-from app.turn.turn import Limits, Shared, Turns
+from app.turn.shared import Limits, Shared
+from app.turn.turn import Turns
 from backends.memory import MemoryStore
 from tests.support import raw
 from tests.support.client import Call, Entrance

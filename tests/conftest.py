@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +21,22 @@ _skipped: dict[str, None] = {}
 """In order. The processes of a parallel run tell the one that reports, each what it has skipped."""
 
 
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder in memory where the machine has one: the tests need no disk, and CI's is slow and now and then still."""
+    memory = Path("/dev/shm")
+    folder = tempfile.mkdtemp(prefix="coatcheck-", dir=memory if memory.is_dir() else None)
+    try:
+        yield Path(folder)
+    finally:
+        # A process that outlives the test may still make a file there, which is no fault of the test's.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
-    """A folder in memory where the machine has one: the tests need no disk, and CI's is slow to sync."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="coatcheck-", dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
+    with in_memory() as folder:
+        yield folder
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

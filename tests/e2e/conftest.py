@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import in_memory
 from tests.support.processes import Processes, Replica, Worker, clear_faults, metrics, total
 
 MAX_BODY_BYTES = 1_000_000
@@ -36,10 +37,17 @@ class Standing:
         return next(worker for worker in self.workers if worker.name == name)
 
 
+@pytest.fixture
+def tmp_path(quick_path: Path) -> Path:
+    """In memory too: a disk that stands still for two seconds is an outage of the claims in it."""
+    folder = quick_path / "tmp"
+    folder.mkdir()
+    return folder
+
+
 @pytest.fixture(scope="session")
-def standing_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Standing]:
-    folder = tmp_path_factory.mktemp("standing")
-    with Processes(folder) as processes:
+def standing_processes(request: pytest.FixtureRequest) -> Iterator[Standing]:
+    with in_memory() as folder, Processes(folder) as processes:
         _show_logs_of(request, processes)
         workers = processes.workers(4, "--ttft-ms", "2", "--itl-ms", "1")
         options = [f"--max-body-bytes={MAX_BODY_BYTES}", "--worker-keepalive=1", f"--store-deadline={PATIENCE}"]
@@ -66,8 +74,8 @@ def processes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Proces
 
 
 @pytest.fixture(scope="module")
-def module_processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
-    with Processes(tmp_path_factory.mktemp("processes")) as processes:
+def module_processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+    with in_memory() as folder, Processes(folder) as processes:
         _show_logs_of(request, processes)
         yield processes
 

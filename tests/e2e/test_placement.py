@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +43,9 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def fleet(module_processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
+def fleet(module_processes: Processes) -> Fleet:
     workers = module_processes.workers(4, "--ttft-ms", "20", "--itl-ms", "0")
-    return Fleet(workers, module_processes.replicas(2, workers, tmp_path_factory.mktemp("claims")))
+    return Fleet(workers, module_processes.replicas(2, workers, module_processes.folder / "claims"))
 
 
 def unevenness(counts: Counter[str]) -> float:
@@ -121,15 +120,13 @@ async def cached_share(workers: list[Worker], replicas: list[Replica], system: s
     return cached / asked
 
 
-async def test_what_has_a_cached_beginning_goes_there_at_every_replica(
-    module_processes: Processes, tmp_path: Path
-) -> None:
+async def test_what_has_a_cached_beginning_goes_there_at_every_replica(module_processes: Processes) -> None:
     """First turns of sessions: by load each prompt is computed at every worker, by prefix at one."""
     workers = module_processes.workers(4, "--profile", "quick", "--speed", "20")
     shares = {
         policy: await cached_share(
             workers,
-            module_processes.replicas(2, workers, tmp_path / policy, "--policy", policy),
+            module_processes.replicas(2, workers, module_processes.folder / policy, "--policy", policy),
             policy,
         )
         for policy in ("least-loaded", "prefix")
@@ -139,9 +136,7 @@ async def test_what_has_a_cached_beginning_goes_there_at_every_replica(
     assert shares["prefix"] > shares["least-loaded"] + 0.1, shares
 
 
-async def test_what_workers_tell_of_their_caches_is_what_they_find_in_them(
-    module_processes: Processes, tmp_path: Path
-) -> None:
+async def test_what_workers_tell_of_their_caches_is_what_they_find_in_them(module_processes: Processes) -> None:
     """By their KV events; also at a replica that comes later, which has them replayed before it trusts itself."""
     ports = free_ports(9)
     workers, told = [], []
@@ -152,7 +147,7 @@ async def test_what_workers_tell_of_their_caches_is_what_they_find_in_them(
         workers.append(Worker(f"w{number}", process.urls(1)[0], process))
         places = f"kv-events=tcp://127.0.0.1:{events},kv-replay=tcp://127.0.0.1:{replay}"
         told.append(f"--worker={workers[-1].url},name=w{number},{places}")
-    settings = [f"--claims=file://{tmp_path}/kv", "--policy", "kv", "--tokenize-timeout", "20", *told]
+    settings = [f"--claims=file://{module_processes.folder}/kv", "--policy", "kv", "--tokenize-timeout", "20", *told]
     replicas = module_processes.replicas_with(settings, settings)
 
     async def following(*those: Replica) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.conftest import in_memory
 from tests.support.tcp import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -70,9 +71,9 @@ def up(state: Path, *arguments: str) -> Iterator[Up]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+def shared() -> Iterator[Up]:
     """One for the tests that leave it running."""
-    with up(tmp_path_factory.mktemp("up"), *own_ports(), "--ttft-ms", "1") as it:
+    with in_memory() as folder, up(folder, *own_ports(), "--ttft-ms", "1") as it:
         assert len(it.children) == 4
         yield it
         it.stop(signal.SIGTERM)

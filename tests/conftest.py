@@ -29,7 +29,7 @@ _skipped: dict[str, None] = {}
 @pytest.fixture
 def quick_path() -> Iterator[Path]:
     """One that is gone with the test."""
-    with tempfile.TemporaryDirectory(prefix="coatcheck-") as folder:
+    with tempfile.TemporaryDirectory(prefix="coatcheck-", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 

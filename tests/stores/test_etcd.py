@@ -463,14 +463,14 @@ async def test_one_cancelled_create_leaves_the_others_of_its_batch(server: EtcdS
 
 @on_one("binary")
 async def test_each_create_of_a_batch_has_its_own_deadline(server: EtcdServer, open_store: Open) -> None:
-    store = await open_store(server.url(), deadline=6.0)
+    store = await open_store(server.url(), deadline=3.0)
     await store.create_or_get("00", value(), 60)
     server.pause()
     busy = await occupied(store)
     await asyncio.sleep(0.3)
     mine = value("mine")
     early = asyncio.create_task(store.create_or_get("aa", mine, 60))
-    await asyncio.sleep(5.0)
+    await asyncio.sleep(2.0)
     late = asyncio.create_task(store.create_or_get("bb", value(), 60))
     await asyncio.wait(busy)
     # Both are in one transaction now.

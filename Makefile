@@ -24,7 +24,7 @@ check-rules:
 	@cd deploy/prometheus && $(PROMTOOL) test rules alerts_test.yaml
 
 # Much of a test's time is waiting, hence more processes than a small machine has cores; `make test JOBS=1` for one
-JOBS ?= 4
+JOBS ?= 5
 
 # Each process would compile the tests anew where Python is told to keep nothing of that
 test fuzz: export PYTHONDONTWRITEBYTECODE =

@@ -90,7 +90,7 @@ class Fleet:
         async def heard(replica: Replica, since: float) -> bool:
             told = (await ask(replica.url, target="/admin/replicas", headers=[("host", "localhost")])).json["replicas"]
             ago = [each["heard_seconds_ago"] for each in told if not each["this"]]
-            return None not in ago and time.monotonic() - max(ago) > since
+            return bool(ago) and None not in ago and time.monotonic() - max(ago) > since
 
         for _ in range(2):
             since = time.monotonic()

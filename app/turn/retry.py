@@ -213,10 +213,11 @@ async def is_gone(worker: Worker, presence: Presence, metrics: Metrics) -> bool:
                 break
             if pause:
                 await presence.unless_gone(asyncio.sleep(pause))
-            if connection is not None and connection.connected:
-                continue
-            dying = dying or connection is not None
-            connection = None
+            if connection is not None:
+                dying = dying or not connection.connected
+                # Also one that still stands: who has died within its handshake may never have told us.
+                connection.close()
+                connection = None
             try:
                 connection = await connect(worker, presence, metrics)
             except ConnectRefused:

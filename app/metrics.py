@@ -218,7 +218,7 @@ class WorkerCells:
 
 
 class Metrics:
-    """The router's metrics."""
+    """The router's metrics. Long because each is written out once, with its help and its labels."""
 
     def __init__(self) -> None:
         self.turns_cut = 0

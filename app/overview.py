@@ -57,7 +57,7 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Overview:
-    """Makes the snapshots. `run` is a task of the router's own."""
+    """Makes the snapshots. `run` is a task of the router's own. Long because each part of the page is a method."""
 
     def __init__(
         self,

@@ -200,7 +200,9 @@ class Myself(msgspec.Struct, frozen=True):
 
 
 class Replicas:
-    """Puts this replica's record and follows the others'. `start` inside the running loop."""
+    """Puts this replica's record and follows the others'. `start` inside the running loop.
+
+    Long because what is said and what is made of it are the same fields, and are changed together."""
 
     def __init__(
         self,

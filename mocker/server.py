@@ -35,7 +35,7 @@ def create_mock(settings: MockSettings) -> MockWorker:
 
 
 class MockWorker(FastAPI):
-    """The app of one mock worker."""
+    """The app of one mock worker. Long because each of its paths is a method."""
 
     def __init__(self, settings: MockSettings) -> None:
         super().__init__(title=settings.name, openapi_url=None)

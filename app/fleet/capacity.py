@@ -143,7 +143,9 @@ class _Tenant:
 
 
 class Capacity:
-    """The slots of one replica. Made only where something is limited."""
+    """The slots of one replica. Made only where something is limited.
+
+    Long because who is served next is one rule over tenants, models and targets."""
 
     def __init__(
         self,

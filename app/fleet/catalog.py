@@ -92,7 +92,9 @@ class Lists(Protocol):
 
 class Catalog:
     """`start` inside the running loop; `aclose` before it ends. Before `start`, and when it is off, every worker may
-    serve every model."""
+    serve every model.
+
+    Long because what is asked of workers, read of other replicas and wanted by turns is one state of each worker."""
 
     def __init__(
         self,

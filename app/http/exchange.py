@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol, abc.ABC):
 
 
 class Exchange:
-    """One request and its answer."""
+    """One request and its answer. Of its many short methods some are for its connection, and some for its turn."""
 
     # Defaults in the class: these are seldom looked at. To read one takes four times as long as to read an instance's.
     http_1_1 = True

@@ -33,6 +33,8 @@ class TlsTransport(asyncio.Transport, asyncio.Protocol):
     comes at once is one piece to it, as it would be without TLS.
 
     `context` must not let the other side renegotiate (ssl.OP_NO_RENEGOTIATION): writing never waits for reading here.
+
+    Most of its methods are those of asyncio's transports and protocols.
     """
 
     _peer = "the worker"

@@ -47,7 +47,7 @@ class Binding:
     """A turn's hold on its session, from `Affinity.session`.
 
     Only it knows when the end of an answer must wait for the close, and how a turn's end ends the session. `bind` and
-    `rebind` are to be run in a task, which may be cancelled; so are `close`, `refused` and `left`, which should not be.
+    `rebind` are to be run in a task, which may be cancelled; so are `close`, `refused` and `left`, which should not be. Its many methods are one for each thing that may become of a turn.
     """
 
     __slots__ = ("_affinity", "_entry", "_final", "_key", "_over", "how", "target")
@@ -239,7 +239,9 @@ class Binding:
 
 
 class Affinity:
-    """Binds sessions to targets. `start` inside the running loop; `aclose` before the loop ends."""
+    """Binds sessions to targets. `start` inside the running loop; `aclose` before the loop ends.
+
+    Many methods: it is what others see of this package, and hands on to who does it."""
 
     def __init__(
         self,

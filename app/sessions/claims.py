@@ -146,7 +146,9 @@ class Claims:
     """The store's calls: measured, tried again while that helps, and what they tell of the store (`state`).
 
     `get`, `create`, `prolonged` and `close` are for who has a turn waiting, and are given up when the store is away;
-    `read`, `renew` and `close_at_last` are nobody's wait and get the store's whole deadline."""
+    `read`, `renew` and `close_at_last` are nobody's wait and get the store's whole deadline.
+
+    Long because every call tells of the store's state, and the state decides how every call goes on."""
 
     def __init__(
         self,

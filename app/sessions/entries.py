@@ -107,7 +107,9 @@ class Snapshot(msgspec.Struct, eq=False, weakref=True):
 
 class Entries:
     """The table. An entry is *proven* while the store's watch is alive and continuous since the claim was read, for at
-    most `max_stale`, and until the claim may have expired; otherwise the claim is read before the entry is used."""
+    most `max_stale`, and until the claim is near its end; otherwise the claim is read before the entry is used.
+
+    Many methods: what is known of a session is changed nowhere else, so that what is proven is judged in one place."""
 
     def __init__(
         self,

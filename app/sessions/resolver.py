@@ -71,7 +71,9 @@ stopped, and that clocks are apart."""
 
 
 class Resolver:
-    """Where a session is, and how it came there (`how`, of AFFINITY_OUTCOMES)."""
+    """Where a session is, and how it came there (`how`, of AFFINITY_OUTCOMES).
+
+    Long because each way to a target may end in any other: the store may go or come within each."""
 
     def __init__(
         self,

@@ -74,7 +74,9 @@ class Closer:
     A session that is known with its claim has that very claim closed. Of one that was placed without the store only
     its end is known: then whatever claim stands is closed that was made before it (`Ending.covers`).
 
-    The other replicas are told of each, before anybody here takes it for done."""
+    The other replicas are told of each, before anybody here takes it for done.
+
+    Many methods: each is a step from a session's end to its close, and may be where the store is lost."""
 
     def __init__(
         self,

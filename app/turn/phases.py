@@ -129,7 +129,7 @@ async def _whole(connection: WorkerConnection) -> bytes:
 
 
 class PhasedTurn(Turn):
-    """What differs from a `Turn`, each in the step where it does.
+    """What differs from a `Turn`, each in the step where it does. Long for the same reason.
 
     `_whole` is the client's body, which is sent to whoever takes the whole turn. `_handover` is what the body that is
     sent now has in it: None when that is the client's.

@@ -110,7 +110,7 @@ class Counters:
 
 
 class Scheduler:
-    """One rank."""
+    """One rank. Long because a step takes from the queue, the budget and the blocks at once."""
 
     def __init__(self, profile: Profile, listener: Listener | None = None) -> None:
         self.profile = profile

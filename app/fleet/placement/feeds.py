@@ -71,7 +71,9 @@ def _at(url: str, rank: int) -> str:
 
 
 class Feed:
-    """One rank's. `read` does a piece of the work that there is, and says whether there is more."""
+    """One rank's. `read` does a piece of the work that there is, and says whether there is more.
+
+    Long because whether it is believed depends on each step of its life."""
 
     def __init__(self, target: Target, places: Places, feeds: Feeds) -> None:
         """Raises OSError: nobody can connect to such a place."""

@@ -47,8 +47,8 @@ class Binding:
     """A turn's hold on its session, from `Affinity.session`.
 
     Only it knows when the end of an answer must wait for the close, and how a turn's end ends the session. `bind` and
-    `rebind` are to be run in a task, which may be cancelled; so are `close`, `refused` and `left`, which should not be. There is a method for
-    each thing that may become of a turn.
+    `rebind` are to be run in a task, which may be cancelled; so are `close`, `refused` and `left`, which should not be.
+    There is a method for each thing that may become of a turn.
     """
 
     __slots__ = ("_affinity", "_entry", "_final", "_key", "_over", "how", "target")

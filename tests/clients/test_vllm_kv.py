@@ -30,6 +30,8 @@ CONVERSATIONS, TURNS = 40, 4
 SHARED = "A conversation is a coat, the worker that has its cache is the hook, and the session id is the claim ticket. "
 SHARED_TOKENS = 1000
 JSON = [("content-type", "application/json")]
+UNTOLD = 2
+"""An engine's first answers have nothing cached, which is not taken for its word until it has told of some: one each."""
 POLICIES = ("round-robin", "least-loaded", "prefix", "kv")
 
 
@@ -124,7 +126,7 @@ async def test_what_is_foreseen_is_what_the_engines_had_and_no_policy_finds_more
         shares[policy] = await converse(replicas)
     right, wrong = await exact(replicas)
     print(f"cached share: {shares}; foreseen exactly: {right:.0f} of {right + wrong:.0f}")
-    assert right + wrong >= 0.99 * CONVERSATIONS * TURNS
+    assert right + wrong >= CONVERSATIONS * TURNS - UNTOLD
     assert right >= 0.99 * (right + wrong)
     assert shares["kv"] >= max(shares.values()) - 0.005
 
@@ -144,5 +146,5 @@ async def test_it_is_so_after_a_restart_of_an_engine_and_at_a_replica_that_is_ne
     after = await exact(replicas)
     right, wrong = after[0] - before[0], after[1] - before[1]
     print(f"foreseen exactly: {right:.0f} of {right + wrong:.0f}")
-    assert right + wrong >= 0.99 * 10 * TURNS
+    assert right + wrong >= 10 * TURNS - UNTOLD
     assert right >= 0.99 * (right + wrong)

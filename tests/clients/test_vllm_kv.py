@@ -31,7 +31,7 @@ SHARED = "A conversation is a coat, the worker that has its cache is the hook, a
 SHARED_TOKENS = 1000
 JSON = [("content-type", "application/json")]
 UNTOLD = 2
-"""An engine's first answers have nothing cached, which is not taken for its word until it has told of some: one each."""
+"""An engine's first answers have nothing cached, which is believed once it has told of some: one of each engine."""
 POLICIES = ("round-robin", "least-loaded", "prefix", "kv")
 
 

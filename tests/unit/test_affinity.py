@@ -1253,6 +1253,32 @@ async def test_rebind_excludes_every_lost_worker() -> None:
 
 
 @in_virtual_time
+async def test_a_session_is_moved_six_times_in_thirty_seconds_and_not_once_more() -> None:
+    async with running(memory()) as r:
+        turn = await r.turn()
+
+        async def move() -> None:
+            left = turn.target.worker.name
+            await turn.rebind(frozenset({left}), ANYWHERE)
+            assert turn.target.worker.name != left
+
+        began = asyncio.get_running_loop().time()
+        for _ in range(6):
+            await move()
+            await asyncio.sleep(4)
+        await asyncio.sleep(began + 29.9 - asyncio.get_running_loop().time())
+        stays = turn.target
+        with pytest.raises(TurnError, match="6 times within 30 s"):
+            await move()
+        assert turn.target is stays
+        await asyncio.sleep(0.2)
+        await move()  # the first one is long enough ago
+        with pytest.raises(TurnError, match="6 times within 30 s"):
+            await move()
+        turn.release()
+
+
+@in_virtual_time
 async def test_rebind_that_is_cancelled_leaves_the_old_hold() -> None:
     store = scripted()
     async with running(store, policy=first_of("a")) as r:

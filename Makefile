@@ -36,7 +36,7 @@ test: $(READY)
 TIMES ?= 20
 
 fuzz: $(READY)
-	@EXAMPLES_TIMES=$(TIMES) $(BIN)/python -m pytest -n $(JOBS) --timeout 3600 \
+	@EXAMPLES_TIMES=$(TIMES) $(BIN)/python -m pytest -n $(JOBS) --timeout 3600 -o faulthandler_timeout=0 \
 		tests/proxy/test_wire_fuzz.py tests/proxy/test_wire_openapi.py tests/stores/test_model.py \
 		tests/unit/test_fields.py tests/unit/test_identity.py tests/unit/test_overview.py tests/unit/test_sse.py
 
@@ -51,7 +51,7 @@ smoke smoke-lowest: $(READY)
 
 # The operators' page in a real browser: wants chromium (Debian: apt-get install chromium), see CONTRIBUTING.md
 test-browser: $(READY)
-	$(BIN)/python -m pytest --timeout 400 tests/browser/test_page.py
+	$(BIN)/python -m pytest --timeout 400 -o faulthandler_timeout=500 tests/browser/test_page.py
 
 # Each library in an environment of its own below .bench/clients/, see CONTRIBUTING.md. At most this many seconds for
 # installing, and again for running:
@@ -59,7 +59,7 @@ CLIENTS_SECONDS ?= 1800
 
 test-clients: $(READY)
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
-	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 tests/clients/test_python.py \
+	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 -o faulthandler_timeout=0 tests/clients/test_python.py \
 		tests/clients/test_node.py tests/clients/test_vllm.py tests/clients/test_vllm_kv.py
 
 # An operator's day by the documentation's own commands, with nginx and Prometheus (Debian: apt-get install nginx prometheus)

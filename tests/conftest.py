@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import faulthandler
 import gc
 import importlib
 import os
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -53,6 +59,55 @@ def pytest_collection_finish() -> None:
     through it takes longer than most tests, and a test that runs one pays for that."""
     gc.collect()
     gc.freeze()
+
+
+class TooLong(SystemExit):
+    """A test's time is over. Event loops let go of this and of KeyboardInterrupt only: whatever else is raised while
+    they run is the trouble of the task or the callback that was just running, and uvloop keeps even what comes while
+    all is waiting. pytest takes it for a failure like any other."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_timeout_set_timer(settings: Any) -> Iterator[None]:
+    done = yield
+    if settings.method == "signal":
+        _alarm_after(settings.timeout)
+    return done
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """A failure calls off the alarm, and faulthandler's: for whoever then debugs. But the way out may hang."""
+    if isinstance(node, pytest.Item):
+        assert sys.__stderr__ is not None
+        _alarm_after(60)
+        faulthandler.dump_traceback_later(200, exit=True, file=sys.__stderr__)
+
+
+def _alarm_after(seconds: float) -> None:
+    """And then again and again, until pytest-timeout calls it off."""
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise TooLong(f"not done after {seconds:g} s\n{_what_waits()}")
+
+    signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 20)
+
+
+def _what_waits() -> str:
+    """Where each task of the loop that is running stands, a line each, from the outside in."""
+    with contextlib.suppress(RuntimeError):
+        return "\n".join(map(_where, asyncio.all_tasks(asyncio.get_running_loop())))
+    return "no loop runs"
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    places: list[str] = []
+    inner: Any = task.get_coro()
+    while (frame := getattr(inner, "cr_frame", None)) is not None:
+        places.append(f"{frame.f_code.co_qualname} {Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        inner = inner.cr_await
+    return f"{task.get_name()}: {' > '.join(places)} > {inner!r}"
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -336,7 +336,7 @@ async def test_a_client_that_leaves_during_prefill_leaves_nothing_staged() -> No
 async def test_a_client_that_leaves_while_its_blocks_are_fetched_leaves_nothing_staged() -> None:
     async with phased(prefill=1, decode=1, replicas=1) as room:
         slow = room.mocks["d0"]
-        await slow.fault(mode="freeze", seconds=0.3)
+        await slow.fault(mode="freeze", seconds=2)
         turn = room.start("s", stream=True)
         await until(lambda: room.staged())
         turn.leave()  # before or after the request for d0 has left: what was staged is fetched

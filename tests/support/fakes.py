@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import selectors
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -31,13 +32,19 @@ from backends.registry import Registry
 T = TypeVar("T")
 
 
+LONGEST = 60.0
+"""Seconds of the machine's own time that a VirtualTimeLoop runs at most."""
+
+
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """A loop whose clock jumps to the next timer when nothing is ready, so that timeouts of minutes cost nothing and a
     test's order of events never depends on the machine. Has no sockets of its own to wait for: a test that would
-    wait for ever raises instead."""
+    wait for ever raises instead, and so does one that only its timers keep going: an alarm from outside, which comes
+    while one of many tasks runs, would end that task alone."""
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self.give_up_at = time.monotonic() + LONGEST
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -50,6 +57,7 @@ class _JumpingSelector(selectors.SelectSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        assert time.monotonic() < self._loop.give_up_at, f"still running after {LONGEST} s"
         if timeout is None:
             raise AssertionError("everything waits and no timer is set: this would hang for ever")
         if timeout > 0:

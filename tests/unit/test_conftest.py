@@ -31,7 +31,7 @@ def test_in_ci_a_skipped_test_fails_the_run(tmp_path: Path, options: list[str], 
     command = [sys.executable, "-m", "pytest", *options, "--rootdir", ".", *FILES]
     environment = {name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name}
     environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | ({"CI": "true"} if ci else {})
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     said = [line.removeprefix(SAID).split(", ") for line in done.stdout.splitlines() if line.startswith(SAID)]
     assert done.returncode == ci, done.stdout
     assert [sorted(each) for each in said] == ([["test_some.py::test_three", "test_whole.py"]] if ci else [])

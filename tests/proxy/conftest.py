@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,19 @@ from tests.support.etcd import EtcdServer
 from tests.support.room import Rooms
 
 
+class Loop(uvloop.Loop):
+    def close(self) -> None:
+        """uvloop warns of each thing that was left open before it closes it: where that warning is an error, it closes
+        nothing, and then waits for ever until all is closed."""
+        with warnings.catch_warnings(record=True) as left:
+            warnings.simplefilter("always")
+            super().close()
+        assert not left, [str(each.message) for each in left]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop, "uvloop": Loop}
 
 
 @pytest.fixture(autouse=True)

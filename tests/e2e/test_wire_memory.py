@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
@@ -55,6 +56,33 @@ async def _stalled(count: Callable[[], int]) -> None:
         await asyncio.sleep(0.2)
 
 
+Worker = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def working(worker: Worker, listener: socket.socket) -> AsyncIterator[None]:
+    """`worker` is played for each connection, until the block is left: none is open then."""
+    open_now: set[asyncio.StreamWriter] = set()
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_now.add(writer)
+        try:
+            await worker(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the router may leave at any time
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+            open_now.discard(writer)
+
+    async with await asyncio.start_server(play, sock=listener.dup(), limit=65536):
+        yield
+    for writer in open_now:
+        writer.transport.abort()
+    await wait_until(lambda: not open_now, 30)
+
+
 class Uploads:
     """A worker that reads no body until it is told to, and then in small pieces with pauses."""
 
@@ -64,26 +92,21 @@ class Uploads:
         self.go_on = asyncio.Event()
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).lower()
-                if b"/v1/warm" not in head:
-                    await self.go_on.wait()
-                digest = hashlib.sha256()
-                if b"transfer-encoding: chunked" in head:
-                    while size := int((await reader.readline()).split(b";")[0], 16):
-                        await self._take(reader, size, digest)
-                        await reader.readexactly(2)
+        while True:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if b"/v1/warm" not in head:
+                await self.go_on.wait()
+            digest = hashlib.sha256()
+            if b"transfer-encoding: chunked" in head:
+                while size := int((await reader.readline()).split(b";")[0], 16):
+                    await self._take(reader, size, digest)
                     await reader.readexactly(2)
-                else:
-                    await self._take(reader, int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]), digest)
-                if b"/v1/warm" not in head:
-                    self.digests.append(digest.hexdigest())
-                writer.write(OK)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the router may leave at any time
-        finally:
-            writer.close()
+                await reader.readexactly(2)
+            else:
+                await self._take(reader, int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]), digest)
+            if b"/v1/warm" not in head:
+                self.digests.append(digest.hexdigest())
+            writer.write(OK)
 
     async def _take(self, reader: asyncio.StreamReader, size: int, digest: hashlib._Hash) -> None:
         while size:
@@ -101,7 +124,6 @@ class Uploads:
 async def test_uploads_to_a_slow_worker_cost_no_memory(replica: Replica, listener: socket.socket, framing: str) -> None:
     """Eight at once, 25 MiB each, of a kind that the router has no need to read."""
     uploads = Uploads()
-    server = await asyncio.start_server(uploads, sock=listener.dup(), limit=65536)
     process = replica.process
     sent = 0
 
@@ -119,7 +141,7 @@ async def test_uploads_to_a_slow_worker_cost_no_memory(replica: Replica, listene
                 wire.write(b"0\r\n\r\n")
             assert (await wire.answer()).status == 200
 
-    async with server:
+    async with working(uploads, listener):
         await warm(replica.url, "POST", BLOCK[: 200 * 1024])
         before = process.memory()
         process.forget_peak()
@@ -152,24 +174,18 @@ async def test_single_large_event_costs_no_memory(replica: Replica, listener: so
     }[framing]
 
     async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                if b"/v1/warm" in head:
-                    writer.write(OK)
-                    continue
-                writer.write(answer)
-                await writer.drain()
-                if framing == "close":
-                    break
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the router may leave at any time
-        finally:
-            writer.close()
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            if b"/v1/warm" in head:
+                writer.write(OK)
+                continue
+            writer.write(answer)
+            await writer.drain()
+            if framing == "close":
+                break
 
-    server = await asyncio.start_server(work, sock=listener.dup())
     process = replica.process
-    async with server:
+    async with working(work, listener):
         await warm(replica.url)
         before = process.memory()
         process.forget_peak()

@@ -56,12 +56,13 @@ def router() -> Iterator[str]:
             server.should_exit = True
             await serving
 
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
     assert ready.wait(60)
     yield url
     stop.set()
-    thread.join()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,9 @@ the state, and each change of it once. What counts as illness, and for how much:
 A good sign is of the kind of what went wrong: a worker that answers turns with errors answers probes as it always did.
 So who is suspected by turns must serve some well (`trial_due`) beside good probes; who is suspected by probes, or was
 not reached, is up again by probes alone, which takes no traffic.
+
+What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: where they
+have said nothing yet, the first that fails is enough; where they have, its trials count as ours.
 """
 
 from __future__ import annotations
@@ -83,6 +86,17 @@ class Probe(enum.Enum):
     """Its name could not be looked up, now or ever."""
 
 
+class Word(enum.Enum):
+    """What replicas tell each other of a worker at once, since each would else pay turns to find it out."""
+
+    SICK = "sick"
+    """It is suspected for its turns."""
+    TRIED = "tried"
+    """Being suspected, it is given a turn to see."""
+    WELL = "well"
+    """That has gone well."""
+
+
 class Tolerance(msgspec.Struct, frozen=True):
     """What operators decide; times in seconds."""
 
@@ -132,6 +146,8 @@ class Health:
         self.why = "not asked yet" if tolerance.probed else "nothing is known against it"
         self.cause: Cause | None = None
         self.watchful = tolerance.probed
+        self.told: Callable[[Word], None] = lambda _: None
+        """Told what other replicas had better know at once."""
         self.evicting = False
         """Sessions that are bound to it move with their next turn."""
         self.good = 0
@@ -163,6 +179,8 @@ class Health:
         self._bad_probes = 0
         self._good_at = now
         if self.cause is Cause.TURNS:
+            if self._trials.out:
+                self.told(Word.WELL)
             self._trials.served(now)
             self._rise_if_tried()
         elif self.state is State.STARTING:
@@ -186,6 +204,17 @@ class Health:
                 self._enter(State.SUSPECT, why, Cause.TURNS)
             else:
                 self.cause, self.why = Cause.TURNS, why
+            self.told(Word.SICK)
+
+    def heard(self, word: Word) -> None:
+        """Another replica says this of it."""
+        now = self.clock()
+        if self.cause is Cause.TURNS:
+            self._trials.heard(word, now)
+        elif self.state is State.UP and word is not Word.WELL:
+            self._failures.warn(self.good)
+            if word is Word.SICK:
+                self.burden.failed(now)
 
     def busy(self, what: str) -> None:
         """A turn was answered 429 or 503: no illness, but no place for the next one either."""
@@ -323,6 +352,7 @@ class Health:
     def trial_begun(self) -> None:
         """It is given one; the next when that has gone well, or after a while."""
         self._trials.begun(self.clock())
+        self.told(Word.TRIED)
 
     # -- helpers
 
@@ -371,6 +401,10 @@ class Errors:
         self.last, self.last_at = what, now
         if counts:
             self._at.append(now)
+
+    def count(self) -> None:
+        """A turn that could not be brought there; why has been noted."""
+        self._at.append(self._clock())
 
     def per_minute(self) -> int:
         """Turns that it failed within the last minute."""
@@ -439,6 +473,8 @@ class _Failures:
         self._row = 0
         self._good = 0
         """What had gone well at the last failure: more of it ends the row."""
+        self._warned = -1
+        """What had gone well when another replica said that it is sick; -1: none has."""
         self._window_at, self._window_bad, self._window_good = now - _WINDOW, 0, 0
 
     def note(self, what: str, good: int, now: float) -> str:
@@ -451,6 +487,8 @@ class _Failures:
         self._window_bad += 1
         if self._row >= self._enough:
             return f"{self._row} turns failed in a row, the last one with {what}"
+        if self._warned == good:
+            return f"a turn failed with {what}, and another replica has found it sick"
         turns = self._window_bad + good - self._window_good
         if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
             return f"{self._window_bad} of {turns} turns failed within {_WINDOW:g} s, the last one with {what}"
@@ -460,8 +498,13 @@ class _Failures:
         """In a row up to now, when `good` turns have gone well."""
         return self._row if good == self._good else 0
 
+    def warn(self, good: int) -> None:
+        """One more will be enough, unless one goes well before."""
+        self._warned = good
+
     def forget(self, now: float) -> None:
         self._row = 0
+        self._warned = -1
         self._window_at = now - _WINDOW
 
 
@@ -509,6 +552,14 @@ class _Trials:
             self.out = False
             self._failed += 1
         self.at = max(self.at, now + self._wait)
+
+    def heard(self, word: Word, now: float) -> None:
+        """What came of another replica's."""
+        if word is Word.WELL:
+            self.at = min(self.at, now)
+        elif word is Word.TRIED:
+            self._failed += 1
+            self.at = max(self.at, now + self._wait)
 
     @property
     def _wait(self) -> float:

@@ -126,7 +126,8 @@ class Health:
     `served_well` if `watchful`: all that a healthy worker's turn costs.
 
     Invariant: `cause` is None exactly in STARTING and UP. `watchful` is False exactly in UP.
-    """
+
+    Long because each kind of evidence is weighed against what the others have made of the worker."""
 
     def __init__(
         self,

@@ -17,8 +17,9 @@ A good sign is of the kind of what went wrong: a worker that answers turns with 
 So who is suspected by turns must serve some well (`trial_due`) beside good probes; who is suspected by probes, or was
 not reached, is up again by probes alone, which takes no traffic.
 
-What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: where they
-have said nothing yet, the first that fails is enough; where they have, its trials count as ours.
+What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: a failure
+there is load here as well; when it is suspected there, the first turn that fails here is enough; while both suspect
+it, trials count for both.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ _NAMELESS = 30.0
 """Seconds without an address after which a worker counts as unreachable: the name server has had its time."""
 _FAILURE_LOAD = 4.0
 """What a failed turn counts for in placement at first, in turns in flight."""
+_HEARD_LOAD = 2 * _FAILURE_LOAD
 _LOAD_HALF_LIFE = 5.0
 _FORGOTTEN = 0.05
 _MINUTE = 60.0
@@ -89,6 +91,8 @@ class Probe(enum.Enum):
 class Word(enum.Enum):
     """What replicas tell each other of a worker at once, since each would else pay turns to find it out."""
 
+    FAILED = "failed"
+    """It has failed a turn, and is not suspected for that yet; ten times a second at most."""
     SICK = "sick"
     """It is suspected for its turns."""
     TRIED = "tried"
@@ -167,6 +171,8 @@ class Health:
         """The last good sign, of the kind of what went wrong."""
         self._good_probes = self._bad_probes = self._not_yet = self._missed = 0
         """In a row; `_missed`: connections."""
+        self._said_at = now - _ONE_EVENT
+        """When others were told last that it has failed a turn."""
         self._good_before = 0
         """`good` at the last bad probe."""
         self._missed_at = now
@@ -196,6 +202,9 @@ class Health:
         self.errors.note(what, now)
         self.burden.failed(now)
         why = self._failures.note(what, self.good, now)
+        if self.cause is not Cause.TURNS and now - self._said_at >= _ONE_EVENT:
+            self._said_at = now
+            self.told(Word.FAILED)
         if self.cause is Cause.TURNS:
             self._trials.failed(now)
             self.tick()
@@ -213,9 +222,10 @@ class Health:
         if self.cause is Cause.TURNS:
             self._trials.heard(word, now)
         elif self.state is State.UP and word is not Word.WELL:
-            self._failures.warn(self.good)
-            if word is Word.SICK:
-                self.burden.failed(now)
+            if word is not Word.TRIED:
+                self.burden.heard(now)
+            if word is not Word.FAILED:
+                self._failures.warn(self.good)
 
     def busy(self, what: str) -> None:
         """A turn was answered 429 or 503: no illness, but no place for the next one either."""
@@ -433,6 +443,14 @@ class Burden:
 
     def failed(self, now: float) -> None:
         self._penalty = self._decayed(now) + _FAILURE_LOAD
+        self._penalty_at = now
+        self.begun()
+
+    def heard(self, now: float) -> None:
+        """Another replica's turn failed there. That counts as one of ours, but for `_HEARD_LOAD` at most: as much as has
+        it passed over while others have room."""
+        penalty = self._decayed(now)
+        self._penalty = max(penalty, min(penalty + _FAILURE_LOAD, _HEARD_LOAD))
         self._penalty_at = now
         self.begun()
 

@@ -246,7 +246,7 @@ async def test_a_worker_that_one_replica_has_found_sick_costs_the_others_one_tur
     for _ in range(sick.health.tolerance.failures):
         sick.health.failed("status 500")
     assert sick.state == "suspect"
-    await until(lambda: there.health.burden.any)
+    await until(lambda: there.health.burden.any)  # what is said at once comes at once
     assert there.state == "up"
     assert least(list(theirs.fleet.candidates())).worker is not there
     there.health.failed("status 500")

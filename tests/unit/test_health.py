@@ -37,7 +37,7 @@ class Worker:
     def see(self, events: str) -> State:
         """Turns: `+` good, `5` failed, `4` a 4xx, `b` busy (429 or 503); connections: `c` made, `x` refused, `u` none;
         probes: `G`ood, `R`eachable, `N`ot yet, `B`ad, `X` no connection, `D`: no name; what another replica says:
-        `s`ick, `t`ried, `w`ell; a digit in brackets: so many seconds pass."""
+        `f`ailed, `s`ick, `t`ried, `w`ell; a digit in brackets: so many seconds pass."""
         health = self.health
         while events:
             event, events = events[0], events[1:]
@@ -64,8 +64,8 @@ class Worker:
                         self.now += 0.5
                         if health.watchful:
                             health.tick()
-                case "s" | "t" | "w":
-                    health.heard({"s": Word.SICK, "t": Word.TRIED, "w": Word.WELL}[event])
+                case "f" | "s" | "t" | "w":
+                    health.heard({"f": Word.FAILED, "s": Word.SICK, "t": Word.TRIED, "w": Word.WELL}[event])
                 case "4" | " ":
                     pass  # nobody is told of a 4xx
         return self.state
@@ -97,7 +97,8 @@ class Worker:
         ("G " + "++5" * 30, UP),
         ("G " + "+5(1.5)" * 20, UP),  # never twenty within ten seconds
         # what another replica has found
-        ("G stw", UP),
+        ("G fffffstw", UP),
+        ("G ffff55", UP),
         ("G s5", SUSPECT),
         ("G t5", SUSPECT),  # it was not here when the others found out
         ("G w5", UP),
@@ -218,6 +219,7 @@ def test_replicas_that_tell_each_other_give_a_suspected_worker_the_turns_that_on
         replica.health.told = functools.partial(tell, others)
     first = replicas[0]
     first.see("555")
+    assert all(other.health.burden.penalty(1000.0) == 8.0 for other in replicas[1:])  # as if two had failed here
     for other in replicas[1:]:
         assert other.state is UP
         assert other.see("5") is SUSPECT

@@ -447,8 +447,8 @@ class Burden:
         self.begun()
 
     def heard(self, now: float) -> None:
-        """Another replica's turn failed there. That counts as one of ours, but for `_HEARD_LOAD` at most: as much as has
-        it passed over while others have room."""
+        """Another replica's turn failed there. That counts as one of ours, but for `_HEARD_LOAD` at most: enough to be
+        passed over while others have room."""
         penalty = self._decayed(now)
         self._penalty = max(penalty, min(penalty + _FAILURE_LOAD, _HEARD_LOAD))
         self._penalty_at = now

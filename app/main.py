@@ -240,6 +240,7 @@ def create_app(
     network = network_name()
     names = Naming(fleet, network)
     peers = Peers(settings.store.replica, names, metrics)
+    fleet.tell = peers.say
     door = Door(secrets.token_urlsafe(24), lambda: app.affinity.desk)
     place = peer_place or Place()
     myself = Myself(

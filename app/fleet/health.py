@@ -16,6 +16,10 @@ the state, and each change of it once. What counts as illness, and for how much:
 A good sign is of the kind of what went wrong: a worker that answers turns with errors answers probes as it always did.
 So who is suspected by turns must serve some well (`trial_due`) beside good probes; who is suspected by probes, or was
 not reached, is up again by probes alone, which takes no traffic.
+
+What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: a failure
+there is load here as well; when it is suspected there, the first turn that fails here is enough; while both suspect
+it, trials count for both.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ _NAMELESS = 30.0
 """Seconds without an address after which a worker counts as unreachable: the name server has had its time."""
 _FAILURE_LOAD = 4.0
 """What a failed turn counts for in placement at first, in turns in flight."""
+_HEARD_LOAD = 2 * _FAILURE_LOAD
 _LOAD_HALF_LIFE = 5.0
 _FORGOTTEN = 0.05
 _MINUTE = 60.0
@@ -83,6 +88,19 @@ class Probe(enum.Enum):
     """Its name could not be looked up, now or ever."""
 
 
+class Word(enum.Enum):
+    """What replicas tell each other of a worker at once, since each would else pay turns to find it out."""
+
+    FAILED = "failed"
+    """It has failed a turn, and is not suspected for that yet; ten times a second at most."""
+    SICK = "sick"
+    """It is suspected for its turns."""
+    TRIED = "tried"
+    """Being suspected, it is given a turn to see."""
+    WELL = "well"
+    """That has gone well."""
+
+
 class Tolerance(msgspec.Struct, frozen=True):
     """What operators decide; times in seconds."""
 
@@ -112,7 +130,8 @@ class Health:
     `served_well` if `watchful`: all that a healthy worker's turn costs.
 
     Invariant: `cause` is None exactly in STARTING and UP. `watchful` is False exactly in UP.
-    """
+
+    Long because each kind of evidence is weighed against what the others have made of the worker."""
 
     def __init__(
         self,
@@ -132,6 +151,8 @@ class Health:
         self.why = "not asked yet" if tolerance.probed else "nothing is known against it"
         self.cause: Cause | None = None
         self.watchful = tolerance.probed
+        self.told: Callable[[Word], None] = lambda _: None
+        """Told what other replicas had better know at once."""
         self.evicting = False
         """Sessions that are bound to it move with their next turn."""
         self.good = 0
@@ -150,6 +171,8 @@ class Health:
         """The last good sign, of the kind of what went wrong."""
         self._good_probes = self._bad_probes = self._not_yet = self._missed = 0
         """In a row; `_missed`: connections."""
+        self._said_at = now - _ONE_EVENT
+        """When others were told last that it has failed a turn."""
         self._good_before = 0
         """`good` at the last bad probe."""
         self._missed_at = now
@@ -163,6 +186,8 @@ class Health:
         self._bad_probes = 0
         self._good_at = now
         if self.cause is Cause.TURNS:
+            if self._trials.out:
+                self.told(Word.WELL)
             self._trials.served(now)
             self._rise_if_tried()
         elif self.state is State.STARTING:
@@ -177,6 +202,9 @@ class Health:
         self.errors.note(what, now)
         self.burden.failed(now)
         why = self._failures.note(what, self.good, now)
+        if self.cause is not Cause.TURNS and now - self._said_at >= _ONE_EVENT:
+            self._said_at = now
+            self.told(Word.FAILED)
         if self.cause is Cause.TURNS:
             self._trials.failed(now)
             self.tick()
@@ -186,6 +214,18 @@ class Health:
                 self._enter(State.SUSPECT, why, Cause.TURNS)
             else:
                 self.cause, self.why = Cause.TURNS, why
+            self.told(Word.SICK)
+
+    def heard(self, word: Word) -> None:
+        """Another replica says this of it."""
+        now = self.clock()
+        if self.cause is Cause.TURNS:
+            self._trials.heard(word, now)
+        elif self.state is State.UP and word is not Word.WELL:
+            if word is not Word.TRIED:
+                self.burden.heard(now)
+            if word is not Word.FAILED:
+                self._failures.warn(self.good)
 
     def busy(self, what: str) -> None:
         """A turn was answered 429 or 503: no illness, but no place for the next one either."""
@@ -323,6 +363,7 @@ class Health:
     def trial_begun(self) -> None:
         """It is given one; the next when that has gone well, or after a while."""
         self._trials.begun(self.clock())
+        self.told(Word.TRIED)
 
     # -- helpers
 
@@ -372,6 +413,10 @@ class Errors:
         if counts:
             self._at.append(now)
 
+    def count(self) -> None:
+        """A turn that could not be brought there; why has been noted."""
+        self._at.append(self._clock())
+
     def per_minute(self) -> int:
         """Turns that it failed within the last minute."""
         start = self._clock() - _MINUTE
@@ -398,6 +443,14 @@ class Burden:
 
     def failed(self, now: float) -> None:
         self._penalty = self._decayed(now) + _FAILURE_LOAD
+        self._penalty_at = now
+        self.begun()
+
+    def heard(self, now: float) -> None:
+        """Another replica's turn failed there. That counts as one of ours, but for `_HEARD_LOAD` at most: enough to be
+        passed over while others have room."""
+        penalty = self._decayed(now)
+        self._penalty = max(penalty, min(penalty + _FAILURE_LOAD, _HEARD_LOAD))
         self._penalty_at = now
         self.begun()
 
@@ -439,6 +492,8 @@ class _Failures:
         self._row = 0
         self._good = 0
         """What had gone well at the last failure: more of it ends the row."""
+        self._warned = -1
+        """What had gone well when another replica said that it is sick; -1: none has."""
         self._window_at, self._window_bad, self._window_good = now - _WINDOW, 0, 0
 
     def note(self, what: str, good: int, now: float) -> str:
@@ -451,6 +506,8 @@ class _Failures:
         self._window_bad += 1
         if self._row >= self._enough:
             return f"{self._row} turns failed in a row, the last one with {what}"
+        if self._warned == good:
+            return f"a turn failed with {what}, and another replica has found it sick"
         turns = self._window_bad + good - self._window_good
         if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
             return f"{self._window_bad} of {turns} turns failed within {_WINDOW:g} s, the last one with {what}"
@@ -460,8 +517,13 @@ class _Failures:
         """In a row up to now, when `good` turns have gone well."""
         return self._row if good == self._good else 0
 
+    def warn(self, good: int) -> None:
+        """One more will be enough, unless one goes well before."""
+        self._warned = good
+
     def forget(self, now: float) -> None:
         self._row = 0
+        self._warned = -1
         self._window_at = now - _WINDOW
 
 
@@ -509,6 +571,14 @@ class _Trials:
             self.out = False
             self._failed += 1
         self.at = max(self.at, now + self._wait)
+
+    def heard(self, word: Word, now: float) -> None:
+        """What came of another replica's."""
+        if word is Word.WELL:
+            self.at = min(self.at, now)
+        elif word is Word.TRIED:
+            self._failed += 1
+            self.at = max(self.at, now + self._wait)
 
     @property
     def _wait(self) -> float:

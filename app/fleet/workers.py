@@ -13,7 +13,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from app.fleet.candidates import Candidates, Lineup, Prompt, points_of
-from app.fleet.health import Cause, Change, Health, State, Tolerance
+from app.fleet.health import Cause, Change, Health, State, Tolerance, Word
 from app.fleet.loads import Others, Owed, Weights
 from app.fleet.specs import Phase, WorkerError, WorkerSpec, normal_url, worker_name
 from app.http.headers import Header, Origin
@@ -240,6 +240,8 @@ class Fleet:
         """How many of them only prefill, and have a phase at all."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
+        self.tell: Callable[[Worker, Word], None] = lambda worker, word: None
+        """Has the other replicas hear it."""
         self.choices_with: Callable[[str], Iterable[frozenset[str] | None]] = lambda name: (None,)
         """Of a worker: for its models, the names of the workers that serve each (None: all)."""
         self._lineups: dict[
@@ -279,6 +281,7 @@ class Fleet:
             log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why, extra=said)
 
         worker.health.changed = changed
+        worker.health.told = lambda word: self.tell(worker, word)
         worker.health.burden.begun = functools.partial(self._weights.begun, worker)
         worker.changed = self._lineups.clear
         if worker.health.burden.any:

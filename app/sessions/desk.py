@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from app.fleet.health import Word
 from app.fleet.naming import Naming
 from app.fleet.workers import Target
 from app.sessions.claims import Claims, StoreState
@@ -11,6 +12,8 @@ from app.sessions.entries import Entries, Entry
 from app.sessions.peers import Ask, Known
 from app.sessions.upkeep import Closer
 from backends.base import Claim, ClaimValue, Deleted, StoreError
+
+_WORDS = {word.value for word in Word}
 
 Bind = Callable[[Ask, tuple[Target, ...]], Awaitable[tuple[Entry, str]]]
 """Binds a session for a peer, within these targets if any. Raises TurnError."""
@@ -70,6 +73,12 @@ class Desk:
         target = self._names.at(ask.at[0]) if ask.at else None
         if target is not None and self._claims.state is not StoreState.UP:
             self._moved(ask.key, target, frozenset(ask.lost))
+
+    def health(self, ask: Ask) -> None:
+        """A worker has failed turns elsewhere, or serves them again. What a later version says is passed over."""
+        target = self._names.at(ask.at[0]) if ask.at else None
+        if target is not None and ask.said in _WORDS:
+            target.worker.health.heard(Word(ask.said))
 
     async def bind(self, ask: Ask) -> Known | None:
         targets = tuple(target for spot in ask.at if (target := self._names.at(spot)) is not None)

@@ -1,10 +1,10 @@
 """What replicas ask and tell each other directly, beside the store.
 
 A replica that cannot reach the store asks where a session is before it guesses, and has one that can reach it decide;
-whoever closes a claim tells all others, which forget it before the client sees the end; and what ends or moves while
-the store is away is known to all. It is the second best that there is: nothing here is believed against a claim that
-the store has shown, and a peer that does not answer in time is done without: one that has gone in silence is waited for
-once, one that is busy each time.
+whoever closes a claim tells all others, which forget it before the client sees the end; what ends or moves while the
+store is away is known to all; and so is a worker that has failed turns, before each has lost some to it. It is the
+second best that there is: nothing here is believed against a claim that the store has shown, and a peer that does not
+answer in time is done without: one that has gone in silence is waited for once, one that is busy each time.
 
 On the wire: POST /peers/quick and /peers/slow on the peers' own listener, `Authorization: Bearer` with the token of the
 peer's record, a `_Message` and a `_Reply` in JSON. Quick is what a peer knows by itself, slow what it asks its store.
@@ -23,9 +23,10 @@ from typing import Protocol
 import msgspec
 
 from app.errors import ClientDisconnected, TurnError
+from app.fleet.health import Word
 from app.fleet.naming import Naming, Spot
 from app.fleet.policies import rank_by_hash
-from app.fleet.workers import Target
+from app.fleet.workers import Target, Worker
 from app.http.calling import call
 from app.http.exchange import Exchange, Turn
 from app.http.headers import Header, header
@@ -69,10 +70,10 @@ class Patience(msgspec.Struct, frozen=True):
 
 
 class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One question, or piece of news, about the session `key`."""
+    """One question, or piece of news, about the session `key`; health: about the worker `at`, `key` is empty."""
 
     do: str
-    """quick: where; closed, ended, moved: news. slow: bind, close."""
+    """quick: where; closed, ended, moved, health: news. slow: bind, close."""
     key: str
     revision: int | None = None
     """Of the claim that is meant; None: whichever."""
@@ -84,6 +85,8 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     standing: bool = False
     """bind: only a claim that stands will do."""
     kept: bool = False
+    said: str = ""
+    """health: a `Word`."""
 
 
 class Known(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -132,6 +135,7 @@ class Desk(Protocol):
     def closed(self, ask: Ask) -> None: ...
     def ended(self, ask: Ask) -> None: ...
     def moved(self, ask: Ask) -> None: ...
+    def health(self, ask: Ask) -> None: ...
     async def bind(self, ask: Ask) -> Known | None: ...
     async def close(self, ask: Ask) -> Known | None: ...
 
@@ -256,6 +260,11 @@ class Peers:
         if links:
             spots = () if at is None else (self._names.spot(at),)
             await self._all(links, Ask(do, key, revision, spots, lost=tuple(sorted(lost))), self._patience.closed)
+
+    def say(self, worker: Worker, word: Word) -> None:
+        """Have all hear it soon; nobody waits for that."""
+        for link in self._usable():
+            link.quick.ask(Ask("health", "", at=(self._names.spot(worker.targets[0]),), said=word.value))
 
     async def close_for_us(self, key: str, revision: int | None) -> str | None:
         """Have a peer that reaches the store close the claim: closed, gone or superseded; None: nobody could."""
@@ -555,7 +564,7 @@ _HEARD = Known()
 def _quick(desk: Desk, ask: Ask) -> Known | None:
     if ask.do == "where":
         return desk.where(ask)
-    news = {"closed": desk.closed, "ended": desk.ended, "moved": desk.moved}.get(ask.do)
+    news = {"closed": desk.closed, "ended": desk.ended, "moved": desk.moved, "health": desk.health}.get(ask.do)
     if news is None:
         return None
     news(ask)

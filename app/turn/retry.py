@@ -139,6 +139,8 @@ def blame(health: Health, failure: AttemptFailed) -> None:
     """What a failure before a response began says of its worker."""
     if isinstance(failure, ConnectionBroken | AttemptTimeout | BadResponse):
         health.failed(str(failure))
+    elif isinstance(failure, ConnectFailed):  # `connect` has said what that makes of it
+        health.errors.count()
 
 
 class Attempt:

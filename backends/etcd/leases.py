@@ -69,8 +69,7 @@ class Leases:
             del self._buckets[bucket.ttl]
 
     def known_expiry(self, lease: int) -> float:
-        """Until when the lease surely lives; 0.0: not known, but asked for now: not worth a round trip of the caller's
-        time, and the next one will know."""
+        """Until when the lease surely lives; 0.0: not known, but asked for now."""
         if not lease:
             return math.inf
         expires_at = self.expiries.get(lease, 0.0)

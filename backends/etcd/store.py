@@ -25,6 +25,7 @@ is told of keys), `registry` (the records beside the claims).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from typing import Any, Self
@@ -41,6 +42,7 @@ from backends.base import (
     CloseOutcome,
     Deleted,
     OutcomeUnknown,
+    StoreError,
     StoreUnavailable,
     decode_value,
     encode_value,
@@ -55,6 +57,8 @@ from backends.etcd.url import EtcdUrl
 from backends.etcd.watch import Deletions, Subscription
 
 CHECK_TTL_S = 60.0
+PATIENCE = 1 / 8
+"""The part of the deadline that who has read a claim waits at most to know until when it stands."""
 TOLD_S = 0.05
 """The most that a close waits for our own watch to tell it."""
 MAX_WARNED = 10_000
@@ -118,7 +122,7 @@ class EtcdStore:
                 kv = await self._read(key, until)
                 if kv is None:
                     raise
-                claim = self._claim(key, kv)
+                claim = await self._claim(key, kv, until)
                 return ClaimOutcome(claim, claim.value.nonce == proposal.nonce)
             self.cluster.took_space()
             if answer.succeeded:
@@ -129,12 +133,13 @@ class EtcdStore:
                 # No claim, so the fence was in the way: made meanwhile, maybe by a check whose reply was lost.
                 self._fence.passed(fence, self.cluster.strays)
                 continue
-            claim = self._claim(key, standing[0])
+            claim = await self._claim(key, standing[0], until)
             return ClaimOutcome(claim, claim.value.nonce == proposal.nonce)
 
     async def get(self, key: str) -> Claim | None:
-        kv = await self._read(key, self.cluster.until())
-        return None if kv is None else self._claim(key, kv)
+        until = self.cluster.until()
+        kv = await self._read(key, until)
+        return None if kv is None else await self._claim(key, kv, until)
 
     async def renew(self, claim: Claim, ttl: float) -> Claim:
         start = time.monotonic()
@@ -230,9 +235,16 @@ class EtcdStore:
         if self._deletions.untold:
             raise StoreUnavailable("etcd is not where it was, and the watch has not said so yet")
 
-    def _claim(self, key: str, kv: Any) -> Claim:
+    async def _claim(self, key: str, kv: Any, until: float) -> Claim:
         value = self._value(key, kv)
-        return Claim(key=key, value=value, revision=kv.create_revision, expires_at=self._leases.known_expiry(kv.lease))
+        expires_at = self._leases.known_expiry(kv.lease)
+        if not expires_at:
+            # A peer's, met for the first time: its claims share one question, where each would else be read again to
+            # be renewed. Whatever becomes of that question, the claim was read.
+            soon = min(until, time.monotonic() + self.cluster.deadline * PATIENCE)
+            with contextlib.suppress(StoreError):
+                expires_at = await self._leases.expiry(kv.lease, soon)
+        return Claim(key=key, value=value, revision=kv.create_revision, expires_at=expires_at)
 
     def _value(self, key: str, kv: Any) -> ClaimValue:
         try:

@@ -15,8 +15,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from app.errors import TurnError
+from app.fleet.health import Word
 from app.fleet.naming import Naming
-from app.fleet.policies import rendezvous
+from app.fleet.policies import least, rendezvous
 from app.http.client import client_protocol
 from app.sessions.claims import StoreState
 from app.sessions.peers import Ask, Door, Known, Patience, Peer, Peers
@@ -56,6 +57,9 @@ class Desk:
     def moved(self, ask: Ask) -> None:
         self.asked.append(("moved", ask.key))
 
+    def health(self, ask: Ask) -> None:
+        self.asked.append(("health", ask.said))
+
     async def bind(self, ask: Ask) -> Known | None:
         self.asked.append(("bind", ask.key))
         self.bound_for.append(ask)
@@ -73,7 +77,7 @@ class Other:
     """A peer: its desk behind its door."""
 
     def __init__(self, token: str = "a-token") -> None:
-        self.desk = Desk()
+        self.desk: Any = Desk()
         self.door = Door(token, lambda: self.desk)
         self.connections = 0
         self._state = ServerState()
@@ -233,6 +237,25 @@ async def test_news_reaches_a_peer_that_is_busy(here: Replica) -> None:
     await other.shut()
 
 
+async def test_a_worker_that_one_replica_has_found_sick_costs_the_others_one_turn(other: Other, peers: Peers) -> None:
+    """And none where new ones have room elsewhere."""
+    mine, theirs = both = Replica(MemoryStore()), Replica(MemoryStore(), name="r2")
+    other.desk = theirs.affinity.desk
+    mine.fleet.tell = peers.say
+    sick, there = (each.target("a").worker for each in both)
+    for _ in range(sick.health.tolerance.failures):
+        sick.health.failed("status 500")
+    assert sick.state == "suspect"
+    await until(lambda: there.health.burden.any)  # what is said at once comes at once
+    assert there.state == "up"
+    assert least(list(theirs.fleet.candidates())).worker is not there
+    there.health.failed("status 500")
+    assert there.state == "suspect"
+    peers.say(theirs.target("c").worker, Word.WELL)  # of one that nobody suspects
+    for replica in both:
+        await replica.store.aclose()
+
+
 @contextlib.asynccontextmanager
 async def late(port: int, seconds: float, hangs: asyncio.Event) -> AsyncIterator[int]:
     """A way to `port` by which what is asked takes so long, and while it hangs, until it does no more."""
@@ -354,7 +377,7 @@ async def test_what_another_replica_has_ended_is_not_claimed_again_after_an_outa
     store = ScriptedStore(inner)
     peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
     one, two = Replica(inner, name="r1"), Replica(store, name="r2", peers=peers)
-    other.desk = one.affinity.desk  # type: ignore[assignment]
+    other.desk = one.affinity.desk
     one.affinity.start()
     two.affinity.start()
     store.go_away()

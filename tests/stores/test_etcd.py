@@ -210,7 +210,7 @@ async def test_a_first_turn_costs_one_round_trip(shared: EtcdServer, open_store:
     ours, theirs = await open_store(url), await open_store(url)
     for store in (ours, theirs):
         await store.create_or_get("00", value(), 60)
-    # "theirs" has made its own lease, and asked about ours in the background.
+    # "theirs" has made its own lease, and asked about ours.
     await until(lambda: len(theirs._leases.expiries) == 2)
     before = {method: shared.calls(method) for method in ("Txn", "Range", "LeaseGrant", "LeaseTimeToLive")}
     for number in range(1, 21):
@@ -271,19 +271,22 @@ async def test_few_leases_however_many_claims_and_a_renewed_claim_outlives_its_f
         await store.renew(dropped, ttl)
 
 
-async def test_the_expiry_of_a_peers_claim_is_known_to_the_second_read(shared: EtcdServer, open_store: Open) -> None:
+async def test_claims_of_a_peer_that_are_met_at_once_share_one_question_for_their_lease(
+    shared: EtcdServer, open_store: Open
+) -> None:
+    """None is read again, to be renewed for want of an answer: until when it stands is told with it."""
     url = shared.url(fresh_prefix())
-    ours, theirs = await open_store(url), await open_store(url)
-    claim = (await theirs.create_or_get("aa", value(), 100)).claim
-    first = await ours.get("aa")
-    assert first is not None
-    assert first.expires_at == 0.0
-    asked = shared.calls("LeaseTimeToLive")
-    await until(lambda: bool(ours._leases.expiries))
-    second = (await ours.create_or_get("aa", value(), 100)).claim
-    # Counted in whole seconds, rounded down: never later than the truth.
-    assert claim.expires_at - 2 <= second.expires_at <= claim.expires_at
-    assert shared.calls("LeaseTimeToLive") - asked <= 1
+    ours, theirs = await open_store(url, deadline=40.0), await open_store(url)
+    made = [(await theirs.create_or_get(f"{number:02x}", value(), 100)).claim for number in range(30)]
+    before = {method: shared.calls(method) for method in ("Range", "LeaseTimeToLive")}
+    met = await asyncio.gather(*(ours.create_or_get(claim.key, value(), 100) for claim in made))
+    for claim, outcome in zip(made, met, strict=True):
+        # Counted in whole seconds, rounded down: never later than the truth.
+        assert claim.expires_at - 2 <= outcome.claim.expires_at <= claim.expires_at
+    assert {method: shared.calls(method) - calls for method, calls in before.items()} == {
+        "Range": 0,
+        "LeaseTimeToLive": 1,
+    }
 
 
 async def test_a_renewal_never_shortens_what_a_peer_gave(shared: EtcdServer, open_store: Open) -> None:

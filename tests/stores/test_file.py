@@ -914,11 +914,14 @@ class Kernel:
         self.silent = False
         self.drop = False
         self.fail: OSError | None = None
+        self.steps_ms: list[int] = []
+        """How long each listener waits between two looks."""
         self.watch = watchfiles.watch
 
     def __call__(self, *args: Any, stop_event: threading.Event, **options: Any) -> Iterator[Any]:
         if self.fail:
             raise self.fail
+        self.steps_ms.append(options["step"])
         options |= {"rust_timeout": 20, "yield_on_timeout": True}
         for changes in self.watch(*args, stop_event=stop_event, **options):
             if self.fail:
@@ -958,6 +961,14 @@ class TestTheWatch:
                 await subscriber.hears(claim.key)
                 claim = await make(other, a_key())
         assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
+
+    async def test_where_stamps_tell_of_a_close_events_are_looked_for_seldom(
+        self, kernel: Kernel, store: FileStore
+    ) -> None:
+        """Else an idle replica is woken a hundred times a second."""
+        async with Subscriber(store):
+            assert store.stamp(a_key()) != 0
+            assert kernel.steps_ms == [100]
 
     async def test_a_watch_that_goes_silent_raises(self, kernel: Kernel, store: FileStore) -> None:
         async with Subscriber(store) as one, Subscriber(store) as two:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 
-from app.fleet.health import Cause, Change, Health, Probe, State, Tolerance
+from app.fleet.health import Cause, Change, Health, Probe, State, Tolerance, Word
+from app.http.worker import ConnectRefused
+from app.turn.retry import blame
 
 STARTING, UP, SUSPECT, DOWN = State.STARTING, State.UP, State.SUSPECT, State.DOWN
 
@@ -17,6 +20,7 @@ class Worker:
     def __init__(self, *, probed: bool = True, joins: bool = False, may: Callable[[], bool] = lambda: True) -> None:
         self.now = 1000.0
         self.changes: list[Change] = []
+        self.told: list[Word] = []
         self.health = Health(
             Tolerance(probed=probed),
             joins=joins,
@@ -24,6 +28,7 @@ class Worker:
             may_suspect=may,
             changed=self.changes.append,
         )
+        self.health.told = self.told.append
 
     @property
     def state(self) -> State:
@@ -31,8 +36,8 @@ class Worker:
 
     def see(self, events: str) -> State:
         """Turns: `+` good, `5` failed, `4` a 4xx, `b` busy (429 or 503); connections: `c` made, `x` refused, `u` none;
-        probes: `G`ood, `R`eachable, `N`ot yet, `B`ad, `X` no connection, `D`: no name; a digit in brackets: so many
-        seconds pass."""
+        probes: `G`ood, `R`eachable, `N`ot yet, `B`ad, `X` no connection, `D`: no name; what another replica says:
+        `f`ailed, `s`ick, `t`ried, `w`ell; a digit in brackets: so many seconds pass."""
         health = self.health
         while events:
             event, events = events[0], events[1:]
@@ -59,6 +64,8 @@ class Worker:
                         self.now += 0.5
                         if health.watchful:
                             health.tick()
+                case "f" | "s" | "t" | "w":
+                    health.heard({"f": Word.FAILED, "s": Word.SICK, "t": Word.TRIED, "w": Word.WELL}[event])
                 case "4" | " ":
                     pass  # nobody is told of a 4xx
         return self.state
@@ -89,6 +96,15 @@ class Worker:
         ("G " + "5+" * 10 + "5", SUSPECT),  # eleven of 21, from the first failure on
         ("G " + "++5" * 30, UP),
         ("G " + "+5(1.5)" * 20, UP),  # never twenty within ten seconds
+        # what another replica has found
+        ("G fffffstw", UP),
+        ("G ffff55", UP),
+        ("G s5", SUSPECT),
+        ("G t5", SUSPECT),  # it was not here when the others found out
+        ("G w5", UP),
+        ("G s+5", UP),  # here it serves
+        ("G s" + "4" * 20, UP),
+        ("G BBBs5", SUSPECT),
         # and on
         ("G 555(60)", SUSPECT),  # of one moment; nothing has failed since, and nothing was asked
         ("G 555(1)5(3.5)", SUSPECT),
@@ -191,6 +207,41 @@ def test_who_is_silent_is_given_no_more_turns_to_try_than_who_fails_them_at_once
     assert worker.see("+") is UP  # it only took its time
 
 
+def tell(others: list[Worker], word: Word) -> None:
+    for other in others:
+        other.health.heard(word)
+
+
+def test_replicas_that_tell_each_other_give_a_suspected_worker_the_turns_that_one_would() -> None:
+    replicas = [Worker(probed=False) for _ in range(3)]
+    for replica in replicas:
+        others = [each for each in replicas if each is not replica]
+        replica.health.told = functools.partial(tell, others)
+    first = replicas[0]
+    first.see("555")
+    assert all(other.health.burden.penalty(1000.0) == 8.0 for other in replicas[1:])  # as if two had failed here
+    for other in replicas[1:]:
+        assert other.state is UP
+        assert other.see("5") is SUSPECT
+    given = []
+    for number in range(200):
+        replica = replicas[number % 3]  # whoever has a turn for it
+        if replica.health.trial_due(replica.now):
+            given.append(replica.now - 1000)
+            replica.health.trial_begun()
+            replica.see("5")
+        for each in replicas:
+            each.see("(0.5)")
+    assert given == [5, 15, 35, 65, 95]
+    first.see("(30)")
+    replicas[1].now = replicas[2].now = first.now
+    assert first.health.trial_due(first.now)
+    first.health.trial_begun()
+    assert not any(other.health.trial_due(other.now) for other in replicas[1:])
+    assert first.see("+") is UP
+    assert all(other.health.trial_due(other.now) and other.state is not UP for other in replicas[1:])
+
+
 def test_who_relapses_must_prove_more_each_time() -> None:
     """Else half of its turns, good or bad by turns, would take it in and out for ever."""
     worker = Worker(probed=False)
@@ -282,6 +333,10 @@ def test_errors_of_a_minute() -> None:
     assert (worker.health.errors.per_minute(), worker.health.errors.last) == (2, "status 503")
     worker.see("(1)")
     assert worker.health.errors.per_minute() == 1
+    worker.see("xXB")  # what probes find, and whoever looks after a turn, are no turns
+    assert worker.health.errors.per_minute() == 1
+    blame(worker.health, ConnectRefused("nobody listens"))
+    assert worker.health.errors.per_minute() == 2
 
 
 @pytest.mark.parametrize(

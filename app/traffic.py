@@ -10,7 +10,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -176,8 +176,8 @@ class _Looks:
         """That have been added to the replica's."""
         first = _Look(now, cells.total, self.tokens, tuple(cells.ttft.counts()))
         self.kept = deque([first], maxlen=_LOOKS)
-        self.figures = Figures()
-        """As they were made last."""
+        self.figures = _NONE
+        """As they were made last: the same object until they are others."""
 
     def again(self, now: float) -> None:
         cells, last = self.cells, self.kept[-1]
@@ -200,7 +200,9 @@ class _Looks:
                 if there > then:
                     ttft += (bucket, there - then)
         moved = cells.moved_from, cells.moved_to
-        self.figures = Figures(round(turns * scale, 1), errors, prompt, cached, *moved, tuple(ttft))
+        made = Figures(round(turns * scale, 1), errors, prompt, cached, *moved, tuple(ttft))
+        if made != self.figures:
+            self.figures = made
 
 
 class Traffic:
@@ -210,6 +212,9 @@ class Traffic:
         self._metrics, self._fleet, self._clock = metrics, fleet, clock
         self._ticks = 0
         self._looks: dict[str, _Looks] = {}
+        self._each: list[tuple[Worker, _Looks]] = []
+        """Of the fleet as it was when it had changed so many times."""
+        self._changes = -1
         self._prompt = self._cached = 0
         """Tokens, of workers that are gone as well."""
         self._lag, self._store = _Recent(metrics.loop_lag.bounds), _Recent(metrics.store_seconds.bounds)
@@ -217,26 +222,30 @@ class Traffic:
     def tick(self) -> None:
         now = self._clock()
         self._ticks += 1
-        turn, small = self._ticks % _LOOKED_EVERY, len(self._fleet) <= _ALL_AT_ONCE
-        for number, worker in enumerate(self._fleet):
-            looks = self._looks.get(worker.name)
-            if looks is None or looks.cells is not worker.cells:
-                self._looks[worker.name] = _Looks(worker.cells, now)
-                continue
-            due = number % _LOOKED_EVERY == turn
-            if due or small:
-                looks.reckon(now, worker.health.errors.per_minute())
-            if due:
-                looks.again(now)
-                prompt, cached = tokens_of(worker.cells)
-                self._prompt += prompt - looks.tokens[0]
-                self._cached += cached - looks.tokens[1]
-                looks.tokens = prompt, cached
-        if len(self._looks) > len(self._fleet):
-            for name in [name for name in self._looks if self._fleet.worker(name) is None]:
-                del self._looks[name]
+        if self._fleet.changes != self._changes:
+            self._meet(now)
+        due = self._each[self._ticks % _LOOKED_EVERY :: _LOOKED_EVERY]
+        for worker, looks in self._each if len(self._each) <= _ALL_AT_ONCE else due:
+            looks.reckon(now, worker.health.errors.per_minute())
+        for worker, looks in due:
+            looks.again(now)
+            prompt, cached = tokens_of(worker.cells)
+            self._prompt += prompt - looks.tokens[0]
+            self._cached += cached - looks.tokens[1]
+            looks.tokens = prompt, cached
         self._lag.note(now, self._metrics.loop_lag.counts())
         self._store.note(now, self._metrics.store_seconds.counts(lambda labels: labels[-1] == "ok"))
+
+    def _meet(self, now: float) -> None:
+        """Workers have come or gone."""
+        before, self._looks = self._looks, {}
+        for worker in self._fleet:
+            looks = before.get(worker.name)
+            if looks is None or looks.cells is not worker.cells:
+                looks = _Looks(worker.cells, now)
+            self._looks[worker.name] = looks
+        self._each = [(worker, self._looks[worker.name]) for worker in self._fleet]
+        self._changes = self._fleet.changes
 
     def sums(self) -> Sums:
         outcomes: dict[str, int] = {}
@@ -250,14 +259,9 @@ class Traffic:
         )
 
     def figures(self, worker: Worker) -> Figures:
-        """Of its last minute here, as of one of the last ticks."""
+        """Of its last minute here, as of one of the last ticks: the same object until they are others."""
         looks = self._looks.get(worker.name)
         return looks.figures if looks is not None and looks.cells is worker.cells else _NONE
-
-    def busiest(self) -> Iterator[tuple[str, Figures]]:
-        """Each worker's figures that has some; who had most turns comes first."""
-        each = ((worker.name, self.figures(worker)) for worker in self._fleet)
-        yield from sorted((pair for pair in each if pair[1]), key=lambda pair: (-pair[1].turns, -pair[1].errors))
 
     @property
     def lag_ms(self) -> float | None:

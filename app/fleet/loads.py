@@ -118,35 +118,52 @@ class Lately(Generic[M]):
 
     def __init__(self, now: float) -> None:
         self._told_at = now
-        self._spent: dict[M, float] = {}
-        """What the turns of each had spent there until then, in seconds (`Target.spent`)."""
-        self._ended: dict[Giving[M], tuple[float, float, int]] = {}
-        """Of each worker, decaying: what turns have spent there, how many have ended meanwhile; and the last count."""
+        self._words = 0
+        self._known: dict[Giving[M], _Past] = {}
 
     def tell(self, workers: Iterable[Giving[M]], now: float) -> dict[M, float]:
         """Of each target of these, in `SHARES` of a turn; since the last time."""
         seconds, self._told_at = max(now - self._told_at, 1e-3), now
-        before, self._spent = self._spent, {}
-        ended, self._ended = self._ended, {}
+        self._words += 1
+        before, self._known = self._known, {}
         told: dict[M, float] = {}
         for worker in workers:
-            means: list[tuple[M, int, float]] = []
-            sum_of_all = 0.0
-            for target in worker.targets:
-                present = target.in_flight + target.reserved
-                self._spent[target] = until_now = target.spent + present * now
-                spent = max(0.0, until_now - before.get(target, 0.0))
-                sum_of_all += spent
-                means.append((target, present, spent / seconds))
-            spent_before, ends_before, count = ended.get(worker, (0.0, 0.0, 0))
-            total = worker.cells.total
-            spent = spent_before * _LONGER_AGO + sum_of_all
-            ends = ends_before * _LONGER_AGO + total - count
-            self._ended[worker] = spent, ends, total
-            stays = _stays(spent / (ends + 1), seconds)
-            for target, present, mean in means:
-                told[target] = round((stays * present + (1 - stays) * mean) * SHARES) / SHARES
+            targets = worker.targets
+            past = self._known[worker] = before.get(worker) or _Past(len(targets))
+            spent = [target.spent + (target.in_flight + target.reserved) * now for target in targets]
+            if spent == past.spent:  # nobody was there, as at most of a large fleet
+                for target in targets:
+                    told[target] = 0.0
+                continue
+            meanwhile = [max(0.0, until_now - then) for until_now, then in zip(spent, past.spent, strict=True)]
+            past.spent = spent
+            stays = _stays(past.lasted(sum(meanwhile), worker.cells.total, self._words), seconds)
+            for target, share in zip(targets, meanwhile, strict=True):
+                mean = stays * (target.in_flight + target.reserved) + (1 - stays) * share / seconds
+                told[target] = round(mean * SHARES) / SHARES
         return told
+
+
+class _Past:
+    """What was known of a worker at the last word at which somebody was there."""
+
+    __slots__ = ("_count", "_ends", "_seconds", "_word", "spent")
+
+    def __init__(self, targets: int) -> None:
+        self.spent = [0.0] * targets
+        """What the turns of each target had spent there until then, in seconds (`Target.spent`)."""
+        self._seconds = self._ends = 0.0
+        """What turns have spent there, and how many have ended meanwhile: both decay from word to word."""
+        self._count = self._word = 0
+
+    def lasted(self, seconds: float, count: int, word: int) -> float:
+        """How long turns were in the mean, when they spent so many seconds there since then, and `count` have ended in
+        all."""
+        remains = _LONGER_AGO ** (word - self._word)
+        self._seconds = self._seconds * remains + seconds
+        self._ends = self._ends * remains + count - self._count
+        self._count, self._word = count, word
+        return self._seconds / (self._ends + 1)
 
 
 def _stays(lasts: float, seconds: float) -> float:

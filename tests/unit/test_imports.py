@@ -18,6 +18,7 @@ CONTROL = {
     "app.control",
     "app.admin",
     "app.management",
+    "app.record",
     "app.replicas",
     "app.traffic",
     "app.events",

@@ -196,6 +196,7 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         ("app.fleet", "backends.registry"),
         ("app.sessions", "backends.base"),
         ("app.sessions", "backends.singleflight"),
+        ("app.record", "backends.registry"),
         ("app.replicas", "backends.base"),
         ("app.replicas", "backends.registry"),
     }

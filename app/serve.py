@@ -34,8 +34,9 @@ from fastapi import FastAPI
 from app import Trouble, children, logs, version
 from app.config import Settings
 from app.gathering import Gathering
-from app.http.client import ClientLimits, Route, client_protocol
+from app.http.client import ClientLimits, client_protocol
 from app.http.origins import Origins
+from app.http.reader import Route
 from app.http.tcp import ask_for_life, give_up_on_silence, is_quiet
 from app.http.tls import AcceptedTls
 from app.listening import (

@@ -21,8 +21,8 @@ import pytest
 from app import children
 from app.config import Settings
 from app.reloading import Rereading
-from app.serve import listen
 from app.serve import serve as serve_here
+from app.sockets import listen
 from app.sources import read_settings
 from tests.support.nursery import Child, nursery
 from tests.support.processes import alive

@@ -15,7 +15,7 @@ import pytest
 
 from app import checking, cli
 from app.config import SETTINGS, Settings
-from app.serve import listen
+from app.sockets import listen
 
 ROOT = Path(__file__).parents[2]
 WORKER = ["--worker", "http://127.0.0.1:9"]

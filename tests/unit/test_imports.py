@@ -37,6 +37,7 @@ STARTERS = {
     "app.options",
     "app.checking",
     "app.listening",
+    "app.sockets",
     "app.completion",
     "app.remote",
     "app.serve",

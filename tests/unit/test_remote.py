@@ -23,9 +23,10 @@ from app.admin import _stands
 from app.config import Settings
 from app.main import create_app
 from app.remote import fitting
-from app.serve import Server, listen
+from app.serve import Server
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import read_keys
+from app.sockets import listen
 from app.top import snapshots
 from tests.support.raw import OK, Worker, answers
 

@@ -4,7 +4,7 @@ what two do not agree."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 
 import msgspec
@@ -19,6 +19,8 @@ _WORKERS_BYTES = MAX_VALUE - 8192
 """Of a record; what does not fit is left out, and said to be."""
 _FIGURES_BYTES = MAX_VALUE - 6144
 """Of a record with its workers' figures, which fill what room those leave: the busiest come first."""
+_AT_ONCE = 50
+"""Workers that are written in one piece: half a millisecond."""
 _SHOWN = 3
 """Workers that one line names."""
 WORKERS, CLOCK, NAME = "worker", "clock", "replica"
@@ -129,39 +131,55 @@ def _unlike(mine: Mapping[str, Place], network: str, other: Record) -> Iterator[
 class Roll:
     """This replica's workers as its record has them, by their names: each is written anew only when it has changed."""
 
-    def __init__(self, fleet: Fleet, traffic: Traffic, now: float) -> None:
-        self._fleet, self._traffic = fleet, traffic
-        self._lately = Lately[Target](now)
+    def __init__(self, fleet: Fleet, traffic: Traffic, clock: Callable[[], float]) -> None:
+        """`clock`: the one by which attempts are counted."""
+        self._fleet, self._traffic, self._clock = fleet, traffic, clock
+        self._written_at = clock()
         self._lines: list[_Line] = []
+        self._told: list[_Line] = []
+        """Those that fit in, from the first on."""
         self._changes = -1
         """How often the fleet had changed when the lines were those of its workers."""
-        self._told: list[_Line] = []
-        self.left_out = 0
+        self.edition = 0
+        """Another one when it has other workers than before."""
+
+    @property
+    def left_out(self) -> int:
         """Workers that did not fit in."""
+        return len(self._lines) - len(self._told)
 
     @property
     def places(self) -> dict[str, Place]:
         """Of the workers that were written last."""
         return {line.worker.name: line.place for line in self._told}
 
-    def write(self, now: float) -> bool:
-        """Bring it up to date. Returns whether it has other workers than before."""
+    def write(self) -> Iterator[None]:
+        """Bring it up to date, which takes as long as some turns do: in pieces, after each of which others may work."""
         before = self._changes, self.left_out
         if self._changes != self._fleet.changes:
-            self._changes = self._fleet.changes
-            known = {line.worker: line for line in self._lines}
-            workers = sorted(self._fleet, key=attrgetter("name"))
-            self._lines = [known.get(worker) or _Line(worker) for worker in workers]
-        lately, room = self._lately.tell(self._fleet, now), _WORKERS_BYTES
-        self._told = []
-        for line in self._lines:
-            line.write(lately)
+            self._line_up()
+        lines, written_at = self._lines, self._clock()
+        for begin in range(0, len(lines), _AT_ONCE):
+            now = self._clock()
+            for at in range(begin, min(begin + _AT_ONCE, len(lines))):
+                lines[at].write(at, now, self._traffic)
+            yield
+        self._written_at = written_at
+        room = _WORKERS_BYTES
+        for fitting, line in enumerate(lines):
             room -= len(line.text) + 1
             if room < 0:
+                self._told = lines[:fitting]
                 break
-            self._told.append(line)
-        self.left_out = len(self._lines) - len(self._told)
-        return before != (self._changes, self.left_out)
+        else:
+            self._told = lines
+        self.edition += before != (self._changes, self.left_out)
+
+    def _line_up(self) -> None:
+        self._changes = self._fleet.changes
+        known = {line.worker: line for line in self._lines}
+        workers = sorted(self._fleet, key=attrgetter("name"))
+        self._lines = [known.get(worker) or _Line(worker, self._written_at) for worker in workers]
 
     def within(self, record: Record) -> bytes:
         """The whole record, of which `record` is the rest."""
@@ -170,8 +188,8 @@ class Roll:
         return b'%b,"workers":{%b},"figures":[%b]}' % (rest, workers, b",".join(self._figures(room)))
 
     def _figures(self, room: int) -> list[bytes]:
-        busy = [line for at, line in enumerate(self._told) if line.write_figures(at, self._traffic)]
-        if sum(len(line.figures_text) + 1 for line in busy) <= room:
+        busy = [line for line in self._told if line.figures_text]
+        if sum([len(line.figures_text) + 1 for line in busy]) <= room:
             return [line.figures_text for line in busy]
         busy.sort(key=attrgetter("figures.turns", "figures.errors"), reverse=True)
         texts = []
@@ -186,32 +204,33 @@ class Roll:
 class _Line:
     """One worker in a record."""
 
-    __slots__ = ("_at", "_begin", "_numbers", "figures", "figures_text", "place", "text", "worker")
+    __slots__ = ("_at", "_begin", "_lately", "_numbers", "figures", "figures_text", "place", "text", "worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, since: float) -> None:
+        """`since`: when the record was written last."""
         self.worker = worker
         self.place = place_of(worker)
         self.text = b""
         """Its name and what the replica says of it (`Workers`); `_begin` of that does not change, `_numbers` do."""
         self._begin = b"%b:[%b,%d," % (_encode(worker.name), _encode(self.place.url), self.place.ranks)
         self._numbers: list[tuple[int, int, float]] = []
+        self._lately = Lately[Target](worker, since)
         self.figures: Figures | None = None
         self.figures_text = b""
         """Behind its place among the workers, which was `_at`; empty: there are none."""
         self._at = 0
 
-    def write(self, lately: Mapping[Target, float]) -> None:
-        numbers = [(each.in_flight + each.reserved, each.sessions, lately[each]) for each in self.worker.targets]
+    def write(self, at: int, now: float, traffic: Traffic) -> None:
+        """`at`: its place among them."""
+        numbers = [
+            (target.in_flight + target.reserved, target.sessions, mean)
+            for target, mean in zip(self.worker.targets, self._lately.tell(now), strict=True)
+        ]
         if numbers != self._numbers:
             self._numbers = numbers
             turns, sessions, means = zip(*numbers, strict=True)
-            shares = [round(mean * SHARES) for mean in means]
-            self.text = self._begin + _encode((turns, sessions, shares))[1:]
-
-    def write_figures(self, at: int, traffic: Traffic) -> bool:
-        """`at`: its place. Returns whether there are any."""
+            self.text = self._begin + _encode((turns, sessions, [round(mean * SHARES) for mean in means]))[1:]
         figures = traffic.figures(self.worker)
         if figures is not self.figures or at != self._at:
             self.figures, self._at = figures, at
             self.figures_text = _encode((at, figures)) if figures else b""
-        return bool(self.figures_text)

@@ -127,8 +127,9 @@ class Replicas:
         self._alive = True
         """The registry answers."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._roll = Roll(fleet, self._traffic, clock())
-        self._roll.write(clock())
+        self._roll = Roll(fleet, self._traffic, clock)
+        self._edition = 0
+        """Of the roll, as the others' workers were compared with it."""
         self._record = self._make_record()
         metrics.gauge(
             "coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1, merge="max"
@@ -168,7 +169,7 @@ class Replicas:
         while True:
             begun = self._clock()
             try:
-                await self._registry.put(KIND, self._name, self._renewed(), STANDS)
+                await self._registry.put(KIND, self._name, await self._renewed(), STANDS)
                 self._alive = True
             except StoreError as error:
                 if self._alive:
@@ -180,8 +181,11 @@ class Replicas:
             self._judge()
             await asyncio.sleep(max(0.1, BEAT - (self._clock() - begun)))
 
-    def _renewed(self) -> bytes:
-        if self._roll.write(self._clock()):
+    async def _renewed(self) -> bytes:
+        for _ in self._roll.write():
+            await asyncio.sleep(0)
+        if self._edition != self._roll.edition:
+            self._edition = self._roll.edition
             for seen in self._seen.values():
                 seen.unlike = unlike_workers(self._roll, self._me.network, seen.record)
             self._learn()

@@ -153,7 +153,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 def tokens_of(cells: WorkerCells) -> tuple[int, int]:
     """Tokens of prompts that a worker has told, and of these what it had in its cache."""
-    return getattr(cells, "prompt_tokens", 0), getattr(cells, "cached_tokens", 0)
+    return cells.prompt_tokens, cells.cached_tokens
 
 
 class _Look(msgspec.Struct, frozen=True):
@@ -179,30 +179,28 @@ class _Looks:
         self.figures = _NONE
         """As they were made last: the same object until they are others."""
 
-    def again(self, now: float) -> None:
-        cells, last = self.cells, self.kept[-1]
-        turns = cells.total
-        if turns == last.turns:  # as with most of a large fleet; nothing is copied
-            self.kept.append(_Look(now, turns, last.tokens, last.ttft))
+    def again(self, now: float, errors: int, *, kept: bool) -> None:
+        """Make the figures anew. `kept`: this look is one of those that later ones are compared with."""
+        cells, first, last = self.cells, self.kept[0], self.kept[-1]
+        if cells.total == last.turns:  # as with most of a large fleet; nothing is copied
+            look = _Look(now, last.turns, last.tokens, last.ttft)
         else:
-            self.kept.append(_Look(now, turns, tokens_of(cells), tuple(cells.ttft.counts())))
-
-    def reckon(self, now: float, errors: int) -> None:
-        cells, first = self.cells, self.kept[0]
-        turns = cells.total - first.turns
+            look = _Look(now, cells.total, tokens_of(cells), tuple(cells.ttft.counts()))
         scale = _MINUTE / max(now - first.at, 1.0)
-        prompt = cached = 0.0
+        turns, prompt, cached = look.turns - first.turns, 0.0, 0.0
         ttft: list[int] = []
         if turns:
-            told = tokens_of(cells)
-            prompt, cached = (round((there - then) * scale) for there, then in zip(told, first.tokens, strict=True))
-            for bucket, (there, then) in enumerate(zip(cells.ttft.counts(), first.ttft, strict=True)):
-                if there > then:
-                    ttft += (bucket, there - then)
-        moved = cells.moved_from, cells.moved_to
-        made = Figures(round(turns * scale, 1), errors, prompt, cached, *moved, tuple(ttft))
+            prompt = round((look.tokens[0] - first.tokens[0]) * scale)
+            cached = round((look.tokens[1] - first.tokens[1]) * scale)
+            if look.ttft != first.ttft:
+                for bucket, there in enumerate(look.ttft):
+                    if there > first.ttft[bucket]:
+                        ttft += (bucket, there - first.ttft[bucket])
+        made = Figures(round(turns * scale, 1), errors, prompt, cached, cells.moved_from, cells.moved_to, tuple(ttft))
         if made != self.figures:
             self.figures = made
+        if kept:
+            self.kept.append(look)
 
 
 class Traffic:
@@ -225,14 +223,16 @@ class Traffic:
         if self._fleet.changes != self._changes:
             self._meet(now)
         due = self._each[self._ticks % _LOOKED_EVERY :: _LOOKED_EVERY]
-        for worker, looks in self._each if len(self._each) <= _ALL_AT_ONCE else due:
-            looks.reckon(now, worker.health.errors.per_minute())
+        if len(self._each) <= _ALL_AT_ONCE:
+            for worker, looks in self._each:
+                looks.again(now, worker.health.errors.per_minute(), kept=False)
         for worker, looks in due:
-            looks.again(now)
-            prompt, cached = tokens_of(worker.cells)
-            self._prompt += prompt - looks.tokens[0]
-            self._cached += cached - looks.tokens[1]
-            looks.tokens = prompt, cached
+            looks.again(now, worker.health.errors.per_minute(), kept=True)
+            tokens = looks.kept[-1].tokens
+            if tokens != looks.tokens:
+                self._prompt += tokens[0] - looks.tokens[0]
+                self._cached += tokens[1] - looks.tokens[1]
+                looks.tokens = tokens
         self._lag.note(now, self._metrics.loop_lag.counts())
         self._store.note(now, self._metrics.store_seconds.counts(lambda labels: labels[-1] == "ok"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import expm1
 from typing import Generic, Protocol, TypeVar
 
@@ -111,59 +111,44 @@ class Weights(Generic[W]):
 
 
 class Lately(Generic[M]):
-    """What the targets have to do here, as others are told it who hear of it now and then: how many turns they had in
-    the mean since the last word. One moment says little where turns are shorter than the time between two words: it may
-    be the one in which a burst was over at one target and not yet at another. As far as turns are longer, those that
-    are there now will be there until the next word, and count for what they are."""
+    """What a worker's targets have to do here, as others are told it who hear of it now and then: how many turns they
+    had in the mean since the last word. One moment says little where turns are shorter than the time between two words:
+    it may be the one in which a burst was over at one target and not yet at another. As far as turns are longer, those
+    that are there now will be there until the next word, and count for what they are."""
 
-    def __init__(self, now: float) -> None:
-        self._told_at = now
-        self._words = 0
-        self._known: dict[Giving[M], _Past] = {}
+    __slots__ = ("_at", "_count", "_ends", "_nothing", "_seconds", "_spent", "_words", "_worker")
 
-    def tell(self, workers: Iterable[Giving[M]], now: float) -> dict[M, float]:
-        """Of each target of these, in `SHARES` of a turn; since the last time."""
-        seconds, self._told_at = max(now - self._told_at, 1e-3), now
-        self._words += 1
-        before, self._known = self._known, {}
-        told: dict[M, float] = {}
-        for worker in workers:
-            targets = worker.targets
-            past = self._known[worker] = before.get(worker) or _Past(len(targets))
-            spent = [target.spent + (target.in_flight + target.reserved) * now for target in targets]
-            if spent == past.spent:  # nobody was there, as at most of a large fleet
-                for target in targets:
-                    told[target] = 0.0
-                continue
-            meanwhile = [max(0.0, until_now - then) for until_now, then in zip(spent, past.spent, strict=True)]
-            past.spent = spent
-            stays = _stays(past.lasted(sum(meanwhile), worker.cells.total, self._words), seconds)
-            for target, share in zip(targets, meanwhile, strict=True):
-                mean = stays * (target.in_flight + target.reserved) + (1 - stays) * share / seconds
-                told[target] = round(mean * SHARES) / SHARES
-        return told
-
-
-class _Past:
-    """What was known of a worker at the last word at which somebody was there."""
-
-    __slots__ = ("_count", "_ends", "_seconds", "_word", "spent")
-
-    def __init__(self, targets: int) -> None:
-        self.spent = [0.0] * targets
-        """What the turns of each target had spent there until then, in seconds (`Target.spent`)."""
+    def __init__(self, worker: Giving[M], now: float) -> None:
+        """`now`: when the last word was of what it has."""
+        self._worker, self._at = worker, now
+        self._nothing = self._spent = [0.0] * len(worker.targets)
+        """What the turns of each target had spent there until the last word, in seconds (`Target.spent`)."""
         self._seconds = self._ends = 0.0
-        """What turns have spent there, and how many have ended meanwhile: both decay from word to word."""
-        self._count = self._word = 0
+        """What turns have spent there in all, and how many have ended meanwhile, as of the last word at which somebody
+        had been there: both decay from word to word."""
+        self._count = self._words = 0
+        """How many had ended then, and the words since."""
 
-    def lasted(self, seconds: float, count: int, word: int) -> float:
-        """How long turns were in the mean, when they spent so many seconds there since then, and `count` have ended in
-        all."""
-        remains = _LONGER_AGO ** (word - self._word)
-        self._seconds = self._seconds * remains + seconds
+    def tell(self, now: float) -> Sequence[float]:
+        """Of each target, in `SHARES` of a turn; since the last time."""
+        targets, before = self._worker.targets, self._spent
+        seconds, self._at = max(now - self._at, 1e-3), now
+        self._words += 1
+        spent = [target.spent + (target.in_flight + target.reserved) * now for target in targets]
+        if spent == before:  # nobody was there, as at most of a large fleet
+            return self._nothing
+        self._spent = spent
+        meanwhile = [max(0.0, until_now - then) for until_now, then in zip(spent, before, strict=True)]
+        remains, count = _LONGER_AGO**self._words, self._worker.cells.total
+        self._seconds = self._seconds * remains + sum(meanwhile)
         self._ends = self._ends * remains + count - self._count
-        self._count, self._word = count, word
-        return self._seconds / (self._ends + 1)
+        self._count, self._words = count, 0
+        stays = _stays(self._seconds / (self._ends + 1), seconds)
+        means = (
+            stays * (target.in_flight + target.reserved) + (1 - stays) * share / seconds
+            for target, share in zip(targets, meanwhile, strict=True)
+        )
+        return [round(mean * SHARES) / SHARES for mean in means]
 
 
 def _stays(lasts: float, seconds: float) -> float:

@@ -262,13 +262,14 @@ class Written:
     def __init__(self, *workers: Worker) -> None:
         self.now, self.fleet = 1000.0, Fleet(workers)
         self.traffic = Traffic(Metrics(), self.fleet, clock=lambda: self.now)
-        self.roll = Roll(self.fleet, self.traffic, self.now)
+        self.roll = Roll(self.fleet, self.traffic, lambda: self.now)
         self.value = b""
 
     def again(self) -> Record:
         self.now += BEAT
         self.traffic.tick()
-        self.roll.write(self.now)
+        for _ in self.roll.write():
+            pass
         self.value = self.roll.within(Record("a", "a1", "1.0"))
         return decode(self.value)
 

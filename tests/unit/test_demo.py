@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
+from app.demo.fleet import free_ports
 from app.demo.load import Address, ByHash, InTurn, Load, Served, _Conversation, figures, moves
 from app.demo.report import Shown, Told, html
 from mocker import traces
@@ -79,6 +82,15 @@ async def test_it_ends_with_its_last_turn_and_not_when_the_next_one_would_have_b
     await load.run()
     assert load.now < 3.0
     assert load.served == []
+
+
+def test_no_connection_takes_the_port_of_who_starts_later_or_was_killed() -> None:
+    ports = free_ports(14)
+    assert len(set(ports)) == 14
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(ports) < max(first_of_connections, 20_000)
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert ports[0] not in free_ports(14)
 
 
 def test_a_session_is_split_only_if_nobody_has_killed_its_worker() -> None:

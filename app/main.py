@@ -55,7 +55,8 @@ from app.management import Management
 from app.metrics import USAGES_A_TICK, Metrics
 from app.overview import Overview
 from app.page.routes import add_page
-from app.replicas import Myself, Replicas, hashes
+from app.record import hashes
+from app.replicas import Myself, Replicas
 from app.sessions.affinity import Affinity
 from app.sessions.identity import Identifier, KeyHasher, parse_source
 from app.sessions.peers import Door, Peers

@@ -169,6 +169,8 @@ class Histogram:
     def counts(self, of: Callable[[Labels], bool] = lambda labels: True) -> list[int]:
         """How many were observed in each bucket, of the cells whose labels are meant."""
         cells = [cell[:-1] for labels, cell in self._cells.items() if of(labels)]
+        if len(cells) == 1:
+            return list(map(int, cells[0]))
         return [int(sum(each)) for each in zip(*cells, strict=True)] or [0] * (len(self.bounds) + 1)
 
     def forget(self) -> None:

@@ -13,36 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from app.fleet.loads import SHARES, Lately
-from app.fleet.naming import Naming, Place, address_of, place_of
+from app.fleet.loads import SHARES
+from app.fleet.naming import Naming, Place
 from app.fleet.workers import Fleet, Target
 from app.logs import event
 from app.metrics import Metrics
+from app.record import CLOCK, NAME, WORKERS, Difference, Record, Roll, decode, unlike_settings, unlike_workers
 from app.sessions.affinity import Affinity
 from app.sessions.peers import Peer, Peers
-from app.traffic import Figures, Sums, Traffic
+from app.traffic import Figures, Traffic
 from backends.base import StoreError
-from backends.registry import MAX_VALUE, Put, Registry, Removed
+from backends.registry import Put, Registry, Removed
 
 log = logging.getLogger("coatcheck.replicas")
 
 KIND = "replicas"
 BEAT = 2.0
 STANDS = 6.0
-_WORKERS_BYTES = MAX_VALUE - 8192
-"""Of a record; what does not fit is left out, and said to be."""
-_FIGURES_BYTES = MAX_VALUE - 6144
-"""Of a record with its workers' figures, which fill what room those leave: the busiest come first."""
 _MOST_TENANTS = 20
 _CLOCKS_APART = 5.0
 """Seconds."""
@@ -50,80 +46,6 @@ _CLOCK_LOOKS = 3
 """Records in a row that must say so: one that was late on its way says nothing of a clock."""
 _WORKERS_PATIENCE = 3.0
 """Seconds that replicas may know different workers: a change does not reach all at once."""
-_SHOWN = 3
-"""Workers that one line names."""
-WORKERS, CLOCK, NAME = "worker", "clock", "replica"
-"""What may differ besides the settings that are hashed."""
-
-
-class Workers(msgspec.Struct, frozen=True, array_like=True):
-    """One worker as a replica has it; the numbers by target, in the order of the ranks."""
-
-    url: str
-    ranks: int = 0
-    turns: tuple[int, ...] = ()
-    """At this moment."""
-    sessions: tuple[int, ...] = ()
-    lately: tuple[int, ...] = ()
-    """What the turns count for to whoever places by it until the next record, in `SHARES` of one."""
-
-
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What stands in the registry, as JSON. Readers ignore fields that they do not know."""
-
-    replica: str
-    incarnation: str
-    version: str
-    host: str = ""
-    port: int = 0
-    """Where its peers reach it; 0: nowhere."""
-    token: str = ""
-    network: str = ""
-    """Names the network that its loopback is of."""
-    agrees: dict[str, str] = {}
-    """For each setting that must agree a hash of what it is."""
-    workers: dict[str, Workers] = {}
-    left_out: int = 0
-    """Workers that did not fit in."""
-    store: str = "up"
-    """How it finds the claim store: up, read-only or away."""
-    sessions: int = 0
-    turns: int = 0
-    """Running now."""
-    at: float = 0.0
-    """Its clock, in Unix seconds, when it was put."""
-    beat: int = 0
-    started: float = 0.0
-    # For people only:
-    sums: Sums = Sums()
-    figures: tuple[tuple[int, Figures], ...] = ()
-    """Of the busiest workers, each by its place among `workers`."""
-    tenants: dict[str, tuple[int, int]] = {}
-    """Turns that are not in the queue, and that are, of the busiest tenants."""
-    waiting: int = 0
-    """Of the turns, those in the queue."""
-    lag_ms: float | None = None
-    store_ms: float | None = None
-
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder(Record).decode
-
-
-class Difference(msgspec.Struct, frozen=True):
-    """What differs between this replica and another, and how."""
-
-    setting: str
-    how: str
-    """For people, without anything secret; may be empty."""
-
-
-def hashes(settings: Mapping[str, bytes]) -> dict[str, str]:
-    """What must agree, in canonical bytes by setting, as hashes."""
-    return {
-        name: hashlib.blake2b(value, digest_size=8, person=b"coatcheck-agree").hexdigest()
-        for name, value in settings.items()
-    }
 
 
 class Seen:
@@ -156,35 +78,6 @@ class Seen:
         return min(self._skews, key=abs)
 
 
-def unlike_settings(mine: Record, other: Record) -> Iterator[Difference]:
-    """What does not agree in the settings of two replicas."""
-    for setting in sorted(mine.agrees.keys() & other.agrees.keys()):
-        if mine.agrees[setting] != other.agrees[setting]:
-            yield Difference(setting, "")
-
-
-def unlike_workers(mine: Record, other: Record) -> Difference | None:
-    """In what their workers do not agree. Records that leave some out are not compared."""
-    if mine.left_out or other.left_out:
-        return None
-    unlike = list(_unlike(mine, other))
-    more = f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
-    return Difference(WORKERS, "; ".join(unlike[:_SHOWN]) + more) if unlike else None
-
-
-def _unlike(mine: Record, other: Record) -> Iterator[str]:
-    for name in sorted(mine.workers.keys() | other.workers.keys()):
-        here, there = mine.workers.get(name), other.workers.get(name)
-        if here is None or there is None:
-            where, worker = ("there", there) if here is None else ("here", here)
-            assert worker is not None
-            yield f"{name} ({worker.url}) is only {where}"
-        elif address_of(here.url, mine.network) != address_of(there.url, other.network):
-            yield f"{name} is {here.url} here and {there.url} there"
-        elif here.ranks != there.ranks:
-            yield f"{name} has {here.ranks or 'no'} ranks here and {there.ranks or 'no'} there"
-
-
 class Myself(msgspec.Struct, frozen=True):
     """What does not change of a replica while it runs."""
 
@@ -202,7 +95,7 @@ class Myself(msgspec.Struct, frozen=True):
 class Replicas:
     """Puts this replica's record and follows the others'. `start` inside the running loop.
 
-    Long because what is said and what is made of it are the same fields, and are changed together."""
+    Long because what others say is shown, counted and told in one place."""
 
     def __init__(
         self,
@@ -234,9 +127,10 @@ class Replicas:
         self._alive = True
         """The registry answers."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._lately = Lately[Target](clock())
+        self._roll = Roll(fleet, self._traffic, clock)
+        self._edition = 0
+        """Of the roll, as the others' workers were compared with it."""
         self._record = self._make_record()
-        self._places = _places(self._record)
         metrics.gauge(
             "coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1, merge="max"
         )
@@ -275,8 +169,7 @@ class Replicas:
         while True:
             begun = self._clock()
             try:
-                self._renew_record()
-                await self._registry.put(KIND, self._name, _encode(self._record), STANDS)
+                await self._registry.put(KIND, self._name, await self._renewed(), STANDS)
                 self._alive = True
             except StoreError as error:
                 if self._alive:
@@ -288,34 +181,20 @@ class Replicas:
             self._judge()
             await asyncio.sleep(max(0.1, BEAT - (self._clock() - begun)))
 
-    def _renew_record(self) -> None:
-        self._record = self._make_record()
-        places = _places(self._record)
-        if places != self._places:
-            self._places = places
+    async def _renewed(self) -> bytes:
+        for _ in self._roll.write():
+            await asyncio.sleep(0)
+        if self._edition != self._roll.edition:
+            self._edition = self._roll.edition
             for seen in self._seen.values():
-                seen.unlike = unlike_workers(self._record, seen.record)
+                seen.unlike = unlike_workers(self._roll, self._me.network, seen.record)
             self._learn()
+        self._record = self._make_record()
+        return self._roll.within(self._record)
 
     def _make_record(self) -> Record:
+        """All of it but the workers."""
         self._beat += 1
-        workers: dict[str, Workers] = {}
-        room, left_out = _WORKERS_BYTES, 0
-        lately = self._lately.tell(self._fleet, self._clock())
-        for worker in sorted(self._fleet, key=lambda worker: worker.name):
-            place = place_of(worker)
-            said = Workers(
-                place.url,
-                place.ranks,
-                tuple(target.in_flight + target.reserved for target in worker.targets),
-                tuple(target.sessions for target in worker.targets),
-                tuple(round(lately[target] * SHARES) for target in worker.targets),
-            )
-            room -= len(_encode(said)) + len(worker.name) + 8
-            if room < 0:
-                left_out += 1
-            else:
-                workers[worker.name] = said
         tenants = sorted(self._tenants().items(), key=lambda each: (-sum(each[1]), each[0]))
         me = self._me
         return Record(
@@ -327,8 +206,7 @@ class Replicas:
             token=me.token,
             network=me.network,
             agrees=me.agrees,
-            workers=workers,
-            left_out=left_out,
+            left_out=self._roll.left_out,
             store=self._affinity.state.value,
             sessions=self._affinity.size,
             turns=self._running(),
@@ -336,21 +214,11 @@ class Replicas:
             beat=self._beat,
             started=self._started,
             sums=self._traffic.sums(),
-            figures=tuple(self._figures(list(workers), room + _FIGURES_BYTES - _WORKERS_BYTES)),
             tenants=dict(tenants[:_MOST_TENANTS]),
             waiting=self._waiting(),
             lag_ms=self._traffic.lag_ms,
             store_ms=self._traffic.store_ms,
         )
-
-    def _figures(self, names: list[str], room: int) -> Iterator[tuple[int, Figures]]:
-        places = {name: place for place, name in enumerate(names)}
-        for name, figures in self._traffic.busiest():
-            if name in places:
-                room -= len(_encode((places[name], figures))) + 1
-                if room < 0:
-                    return
-                yield places[name], figures
 
     # -- the others'
 
@@ -387,7 +255,7 @@ class Replicas:
         if name == self._name:
             return
         try:
-            record = _decode(value)
+            record = decode(value)
         except msgspec.DecodeError as error:
             log.debug("a replica's record cannot be read: %s", error)
             return
@@ -397,7 +265,7 @@ class Replicas:
         seen.record = record
         places = _places(record)
         if places != seen.places:
-            seen.places, seen.unlike = places, unlike_workers(self._record, record)
+            seen.places, seen.unlike = places, unlike_workers(self._roll, self._me.network, record)
             self._learn()
         if fresh:
             seen.heard_at(self._clock(), self._wall())
@@ -518,7 +386,7 @@ class Replicas:
             "version": record.version,
             "peer_address": f"{record.host}:{record.port}" if record.port else None,
             "store": record.store,
-            "workers": len(record.workers) + record.left_out,
+            "workers": len(record.workers) + record.left_out if seen is not None else len(self._fleet),
             "turns": record.turns,
             "sessions": record.sessions,
             "waiting": record.waiting,

@@ -1,4 +1,4 @@
-"""Running the router: the listening sockets, uvicorn, signals, and the processes of `--processes N`.
+"""Running the router: uvicorn, signals, and the processes of `--processes N`.
 
 On a first SIGTERM or SIGINT `/ready` fails while turns are still taken; after `drain_delay` the port closes and running
 turns get `drain_timeout` to end. A second signal exits at once.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import errno
 import functools
 import gc
 import itertools
@@ -23,10 +22,9 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import FrameType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -34,30 +32,21 @@ from fastapi import FastAPI
 from app import Trouble, children, logs, version
 from app.config import Settings
 from app.gathering import Gathering
-from app.http.client import ClientLimits, Route, client_protocol
+from app.http.client import ClientLimits, client_protocol
 from app.http.origins import Origins
-from app.http.tcp import ask_for_life, give_up_on_silence, is_quiet
+from app.http.reader import Route
+from app.http.tcp import is_quiet
 from app.http.tls import AcceptedTls
-from app.listening import (
-    Place,
-    is_unspecified,
-    listen_at_path,
-    own_address,
-    read_peer_address,
-    removed_at_end,
-)
 from app.logs import event
 from app.main import Router, create_app
 from app.reloading import LOOK_EVERY, NOT_TAKEN_UP, Passed, Rereading
+from app.sockets import BACKLOG, Listeners, advertised, listening, peer_listeners, where
 from app.values import mask
 
 log = logging.getLogger("coatcheck")
 
 _SETTINGS_VARIABLE = "COATCHECK_EFFECTIVE_SETTINGS"
 """How the processes of `--processes N` get the settings that were read and checked once."""
-_BACKLOG = 4096
-_MODE_OF_UDS = 0o660
-"""Of the unix socket for clients: a proxy that runs as somebody else is of our group."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of glibc's malloc.h."""
 _KEPT_BYTES = 16 * 1024 * 1024
@@ -75,12 +64,12 @@ def serve(rereading: Rereading) -> int:
     settings = rereading.settings
     raise_open_files()
     signal.signal(signal.SIGHUP, lambda number, frame: rereading.ask())
-    with _listening(settings) as listeners:
+    with listening(settings) as listeners:
         if settings.listen.processes > 1:
             return _Supervisor(rereading, listeners).run()
-        with _peer_listeners(settings) as peers:
+        with peer_listeners(settings) as peers:
             server = Server(
-                create_app(settings, peer_place=_advertised(settings, peers)),
+                create_app(settings, peer_place=advertised(settings, peers)),
                 settings,
                 listeners.admin,
                 peers,
@@ -89,117 +78,6 @@ def serve(rereading: Rereading) -> int:
             )
             server.run(listeners.public)
     return 0
-
-
-class _Listeners(NamedTuple):
-    public: list[socket.socket]
-    admin: list[socket.socket]
-    """Empty: the admin API is served on the public ones."""
-
-
-@contextlib.contextmanager
-def _listening(settings: Settings) -> Iterator[_Listeners]:
-    """Raises Trouble."""
-    public, admin = settings.listen.place, settings.access.admin_place
-    with contextlib.ExitStack() as stack:
-
-        def bound(place: Place, host: str, port: str, mode: int = 0o600) -> list[socket.socket]:
-            try:
-                if place.path is not None:
-                    sockets = [listen_at_path(place.path, mode)]
-                else:
-                    sockets = listen(place.host, place.port, patience=settings.limits.client_read_timeout)
-            except OSError as error:
-                remedy = f"choose another {host}"
-                if error.errno == errno.EADDRINUSE:
-                    remedy = f"free it or choose another {port}"
-                elif error.errno == errno.EACCES and place.path is None:
-                    # What is below net.ipv4.ip_unprivileged_port_start.
-                    remedy = f"low ports need CAP_NET_BIND_SERVICE; give this process that, or choose a higher {port}"
-                raise Trouble(f"cannot listen on {place}: {error.strerror}; {remedy}") from None
-            for listener in sockets:
-                stack.enter_context(contextlib.closing(listener))
-            if place.path is not None:
-                stack.enter_context(removed_at_end(place.path))
-            return sockets
-
-        yield _Listeners(
-            bound(public, *(("--uds",) * 2 if public.path is not None else ("--host", "--port")), _MODE_OF_UDS),
-            bound(admin, "--admin-listen", "--admin-listen") if admin is not None else [],
-        )
-
-
-@contextlib.contextmanager
-def _peer_listeners(settings: Settings) -> Iterator[list[socket.socket]]:
-    """One process's own; empty: it has no peers. Raises Trouble."""
-    place = settings.peer_place
-    with contextlib.ExitStack() as stack:
-        sockets = [] if place is None else _listen_for_peers(place, settings.listen.processes)
-        for listener in sockets:
-            stack.enter_context(contextlib.closing(listener))
-        yield sockets
-
-
-def _listen_for_peers(place: Place, processes: int) -> list[socket.socket]:
-    """At the first port from `place.port` on that no other of so many processes has; 0: at any. Raises Trouble."""
-    last = place.port + processes - 1 if place.port else 0
-    for port in range(place.port, last + 1):
-        try:
-            return listen(place.host, port)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or port == last:
-                remedy = "choose another --peer-listen, or off"
-                where = Place(place.host, port)
-                raise Trouble(f"cannot listen for the other replicas on {where}: {error.strerror}; {remedy}") from None
-    raise AssertionError("unreachable")
-
-
-def _advertised(settings: Settings, sockets: Sequence[socket.socket]) -> Place | None:
-    """Where other replicas are told to connect to."""
-    if not sockets:
-        return None
-    host, port = sockets[0].getsockname()[:2]
-    chosen = settings.listen.peer_address
-    if chosen is not None:
-        said = read_peer_address(chosen)
-        return Place(said.host, said.port or port)
-    return Place(own_address(settings.store.places) if is_unspecified(host) else host, port)
-
-
-def listen(host: str, port: int, *, patience: float = 0.0) -> list[socket.socket]:
-    """Bound sockets for every address that `host` means, all with one port. `patience`: seconds that a client may take
-    nothing; 0: no limit. Raises OSError."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    addresses: list[tuple[int, tuple[Any, ...]]] = list(dict.fromkeys((entry[0], entry[4]) for entry in found))
-    if [address[0] for _, address in addresses] == ["::"]:
-        # Every address of this machine, as everybody takes it to mean. In two sockets, so that clients of IPv4 keep
-        # theirs as it is written.
-        addresses.append((socket.AF_INET, ("0.0.0.0", port)))
-    sockets: list[socket.socket] = []
-    absent = None
-    for family, address in addresses:
-        shared_port = sockets[0].getsockname()[1] if sockets else port
-        try:
-            listener = socket.create_server(
-                (address[0], shared_port, *address[2:]),
-                family=family,
-                backlog=_BACKLOG,
-            )
-        except OSError as error:
-            failure = OSError(error.errno, os.strerror(error.errno or errno.EIO))
-            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                absent = failure  # a name may have an address of a family that this machine does not use
-                continue
-            for bound in sockets:
-                bound.close()
-            raise failure from error
-        # What it accepts has these from it.
-        ask_for_life(listener)
-        give_up_on_silence(listener, patience)
-        sockets.append(listener)
-    if not sockets:
-        raise absent or OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
-    return sockets
 
 
 def raise_open_files() -> int:
@@ -318,7 +196,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 date_header=False,
                 proxy_headers=False,
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=settings.process.drain_timeout,
             )
 
@@ -385,7 +263,7 @@ class Server(uvicorn.Server):
         """Accept who has connected and waits for that: when the port closes, the kernel resets them, with the turns
         that they may have sent. Where the machine is busy, they are those of many milliseconds."""
         listeners = [*sockets, *itertools.chain(*(sockets for _, sockets in self._beside))]
-        for _ in range(_BACKLOG):  # the loop may accept one at a time, and others come meanwhile
+        for _ in range(BACKLOG):  # the loop may accept one at a time, and others come meanwhile
             await asyncio.sleep(0)
             if all(map(is_quiet, listeners)):
                 break
@@ -403,7 +281,7 @@ class Server(uvicorn.Server):
                 )
             for listener in sockets:
                 loop = asyncio.get_running_loop()
-                self.servers.append(await loop.create_server(made, sock=listener, backlog=_BACKLOG))
+                self.servers.append(await loop.create_server(made, sock=listener, backlog=BACKLOG))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # The signals are not noted as captured: uvicorn would raise them again in the end, and this is no failure.
@@ -446,7 +324,7 @@ def _spare_collections() -> None:
 class _Supervisor:
     """The parent of `--processes N`: starts them on its sockets, replaces those that die, stops them together."""
 
-    def __init__(self, rereading: Rereading, listeners: _Listeners) -> None:
+    def __init__(self, rereading: Rereading, listeners: Listeners) -> None:
         self._settings = rereading.settings
         self._rereading = rereading
         self._passed = Passed()
@@ -530,23 +408,23 @@ class _Supervisor:
         self._signals += 1
 
 
-def _announce(settings: Settings, listeners: _Listeners) -> None:
+def _announce(settings: Settings, listeners: Listeners) -> None:
     processes = settings.listen.processes
     scheme = "http" if settings.listen.tls_cert is None else "https"
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     parts = [
-        f"coatcheck {version()} at {' and '.join(_where(listener).url_by(scheme) for listener in listeners.public)}",
+        f"coatcheck {version()} at {' and '.join(where(listener).url_by(scheme) for listener in listeners.public)}",
         _spoken_workers(settings),
         f"claims in {mask(settings.store.claims)}",
         f"replica {settings.store.replica}" + (f"-1 to -{processes}" if processes > 1 else ""),
         f"{files} open files" if files >= 0 else "open files without limit",
     ]
     if listeners.admin:
-        parts.append(f"admin API at {_where(listeners.admin[0]).url_by(scheme)}")
+        parts.append(f"admin API at {where(listeners.admin[0]).url_by(scheme)}")
     log.info(", ".join(parts), extra=event("serving", version=version()))
     if not settings.access.token and not settings.admin_is_local:
-        where = _where([*listeners.admin, *listeners.public][0])
-        log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", where)
+        place = where([*listeners.admin, *listeners.public][0])
+        log.warning("nobody may use the admin API: others can connect to %s, and admin-token is not set", place)
 
 
 def _spoken_workers(settings: Settings) -> str:
@@ -559,11 +437,6 @@ def _spoken_workers(settings: Settings) -> str:
     return given if not sources else f"workers from {sources}" if not workers else f"{given} and those from {sources}"
 
 
-def _where(listener: socket.socket) -> Place:
-    name = listener.getsockname()
-    return Place(path=Path(name)) if isinstance(name, str) else Place(*name[:2])
-
-
 def _serve_as_child() -> int:
     """One of the supervisor's processes: `python -m app.serve [[FD...], [FD...]] FD FD`, the settings in the
     environment; from the last but one they come when they change, and the last leads to the parent's `Gathering`."""
@@ -574,10 +447,10 @@ def _serve_as_child() -> int:
     passed = Passed(int(sys.argv[2]))
     replica = settings.store.replica
     try:
-        with _peer_listeners(settings) as peers:
+        with peer_listeners(settings) as peers:
             siblings = socket.socket(fileno=int(sys.argv[3]))
             siblings.setblocking(False)
-            app = create_app(settings, peer_place=_advertised(settings, peers), siblings=siblings)
+            app = create_app(settings, peer_place=advertised(settings, peers), siblings=siblings)
             changes = functools.partial(passed.changes, replica)
             Server(app, settings, admin, peers, changes=changes, forceful=False).run(public)
     except Trouble as trouble:

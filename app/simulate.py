@@ -262,8 +262,8 @@ class Routed:
     def _tell(self, now: float) -> None:
         self._told_at = now
         for number, replica in enumerate(self._replicas):
-            lately = replica.lately.tell(replica.fleet, now)
-            loads = [(lately[target], target.sessions) for target in replica.targets]
+            lately = itertools.chain.from_iterable(each.tell(now) for each in replica.lately)
+            loads = [(turns, each.sessions) for turns, each in zip(lately, replica.targets, strict=True)]
             for other in self._replicas:
                 if other is not replica:
                     other.fleet.heard(f"r{number}", dict(zip(other.targets, loads, strict=True)))
@@ -288,7 +288,7 @@ class _Replica:
             clock=clock,
         )
         self.targets = [target for worker in self.fleet for target in worker.targets]
-        self.lately = Lately[Target](clock())
+        self.lately = [Lately[Target](worker, clock()) for worker in self.fleet]
         self._prefixes = Prefixes(Metrics(), memory=_PREFIX_MEMORY)
         self._numbers = {target: number for number, target in enumerate(self.targets)}
 

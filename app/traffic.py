@@ -10,7 +10,7 @@ import time
 from array import array
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -153,7 +153,7 @@ def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> fl
 
 def tokens_of(cells: WorkerCells) -> tuple[int, int]:
     """Tokens of prompts that a worker has told, and of these what it had in its cache."""
-    return getattr(cells, "prompt_tokens", 0), getattr(cells, "cached_tokens", 0)
+    return cells.prompt_tokens, cells.cached_tokens
 
 
 class _Look(msgspec.Struct, frozen=True):
@@ -176,31 +176,31 @@ class _Looks:
         """That have been added to the replica's."""
         first = _Look(now, cells.total, self.tokens, tuple(cells.ttft.counts()))
         self.kept = deque([first], maxlen=_LOOKS)
-        self.figures = Figures()
-        """As they were made last."""
+        self.figures = _NONE
+        """As they were made last: the same object until they are others."""
 
-    def again(self, now: float) -> None:
-        cells, last = self.cells, self.kept[-1]
-        turns = cells.total
-        if turns == last.turns:  # as with most of a large fleet; nothing is copied
-            self.kept.append(_Look(now, turns, last.tokens, last.ttft))
+    def again(self, now: float, errors: int, *, kept: bool) -> None:
+        """Make the figures anew. `kept`: this look is one of those that later ones are compared with."""
+        cells, first, last = self.cells, self.kept[0], self.kept[-1]
+        if cells.total == last.turns:  # as with most of a large fleet; nothing is copied
+            look = _Look(now, last.turns, last.tokens, last.ttft)
         else:
-            self.kept.append(_Look(now, turns, tokens_of(cells), tuple(cells.ttft.counts())))
-
-    def reckon(self, now: float, errors: int) -> None:
-        cells, first = self.cells, self.kept[0]
-        turns = cells.total - first.turns
+            look = _Look(now, cells.total, tokens_of(cells), tuple(cells.ttft.counts()))
         scale = _MINUTE / max(now - first.at, 1.0)
-        prompt = cached = 0.0
+        turns, prompt, cached = look.turns - first.turns, 0.0, 0.0
         ttft: list[int] = []
         if turns:
-            told = tokens_of(cells)
-            prompt, cached = (round((there - then) * scale) for there, then in zip(told, first.tokens, strict=True))
-            for bucket, (there, then) in enumerate(zip(cells.ttft.counts(), first.ttft, strict=True)):
-                if there > then:
-                    ttft += (bucket, there - then)
-        moved = cells.moved_from, cells.moved_to
-        self.figures = Figures(round(turns * scale, 1), errors, prompt, cached, *moved, tuple(ttft))
+            prompt = round((look.tokens[0] - first.tokens[0]) * scale)
+            cached = round((look.tokens[1] - first.tokens[1]) * scale)
+            if look.ttft != first.ttft:
+                for bucket, there in enumerate(look.ttft):
+                    if there > first.ttft[bucket]:
+                        ttft += (bucket, there - first.ttft[bucket])
+        made = Figures(round(turns * scale, 1), errors, prompt, cached, cells.moved_from, cells.moved_to, tuple(ttft))
+        if made != self.figures:
+            self.figures = made
+        if kept:
+            self.kept.append(look)
 
 
 class Traffic:
@@ -210,6 +210,9 @@ class Traffic:
         self._metrics, self._fleet, self._clock = metrics, fleet, clock
         self._ticks = 0
         self._looks: dict[str, _Looks] = {}
+        self._each: list[tuple[Worker, _Looks]] = []
+        """Of the fleet as it was when it had changed so many times."""
+        self._changes = -1
         self._prompt = self._cached = 0
         """Tokens, of workers that are gone as well."""
         self._lag, self._store = _Recent(metrics.loop_lag.bounds), _Recent(metrics.store_seconds.bounds)
@@ -217,26 +220,32 @@ class Traffic:
     def tick(self) -> None:
         now = self._clock()
         self._ticks += 1
-        turn, small = self._ticks % _LOOKED_EVERY, len(self._fleet) <= _ALL_AT_ONCE
-        for number, worker in enumerate(self._fleet):
-            looks = self._looks.get(worker.name)
-            if looks is None or looks.cells is not worker.cells:
-                self._looks[worker.name] = _Looks(worker.cells, now)
-                continue
-            due = number % _LOOKED_EVERY == turn
-            if due or small:
-                looks.reckon(now, worker.health.errors.per_minute())
-            if due:
-                looks.again(now)
-                prompt, cached = tokens_of(worker.cells)
-                self._prompt += prompt - looks.tokens[0]
-                self._cached += cached - looks.tokens[1]
-                looks.tokens = prompt, cached
-        if len(self._looks) > len(self._fleet):
-            for name in [name for name in self._looks if self._fleet.worker(name) is None]:
-                del self._looks[name]
+        if self._fleet.changes != self._changes:
+            self._meet(now)
+        due = self._each[self._ticks % _LOOKED_EVERY :: _LOOKED_EVERY]
+        if len(self._each) <= _ALL_AT_ONCE:
+            for worker, looks in self._each:
+                looks.again(now, worker.health.errors.per_minute(), kept=False)
+        for worker, looks in due:
+            looks.again(now, worker.health.errors.per_minute(), kept=True)
+            tokens = looks.kept[-1].tokens
+            if tokens != looks.tokens:
+                self._prompt += tokens[0] - looks.tokens[0]
+                self._cached += tokens[1] - looks.tokens[1]
+                looks.tokens = tokens
         self._lag.note(now, self._metrics.loop_lag.counts())
         self._store.note(now, self._metrics.store_seconds.counts(lambda labels: labels[-1] == "ok"))
+
+    def _meet(self, now: float) -> None:
+        """Workers have come or gone."""
+        before, self._looks = self._looks, {}
+        for worker in self._fleet:
+            looks = before.get(worker.name)
+            if looks is None or looks.cells is not worker.cells:
+                looks = _Looks(worker.cells, now)
+            self._looks[worker.name] = looks
+        self._each = [(worker, self._looks[worker.name]) for worker in self._fleet]
+        self._changes = self._fleet.changes
 
     def sums(self) -> Sums:
         outcomes: dict[str, int] = {}
@@ -250,14 +259,9 @@ class Traffic:
         )
 
     def figures(self, worker: Worker) -> Figures:
-        """Of its last minute here, as of one of the last ticks."""
+        """Of its last minute here, as of one of the last ticks: the same object until they are others."""
         looks = self._looks.get(worker.name)
         return looks.figures if looks is not None and looks.cells is worker.cells else _NONE
-
-    def busiest(self) -> Iterator[tuple[str, Figures]]:
-        """Each worker's figures that has some; who had most turns comes first."""
-        each = ((worker.name, self.figures(worker)) for worker in self._fleet)
-        yield from sorted((pair for pair in each if pair[1]), key=lambda pair: (-pair[1].turns, -pair[1].errors))
 
     @property
     def lag_ms(self) -> float | None:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -189,22 +189,25 @@ def _ourselves() -> str:
 
 
 def _tell_events(console: Console, url: str) -> None:
-    """One line for each warning, as a replica has them, but for an operator's word, whose effect is one as well; errors
-    are in its log, which is shown."""
+    """One line for each that is news, from now on."""
     told: int | None = None
     with httpx.Client(base_url=url, trust_env=False) as client:
         while True:
             with contextlib.suppress(Trouble):  # of a replica that is gone, whose end is told by who waits for it
                 for shown in snapshots(client, url, {}):
-                    events = sorted((int(number), event) for number, event in shown["events"].items())
-                    for number, event in events:
-                        if told is None or number <= told or event["level"] != "warning":
-                            continue
-                        if event["kind"] != "mark_set":
-                            at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
-                            console.print(Text.assemble((f"{at}  ", "dim"), (in_words(event), "yellow")))
-                    told = max((number for number, _ in events), default=told or 0)
+                    events = {int(number): event for number, event in shown["events"].items()}
+                    for event in news(events, told) if told is not None else ():
+                        at = time.strftime("%H:%M:%S", time.localtime(event["at"]))
+                        console.print(Text.assemble((f"{at}  ", "dim"), (in_words(event), "yellow")))
+                    told = max(events, default=told or 0)
             time.sleep(1.0)
+
+
+def news(events: Mapping[int, dict[str, Any]], told: int) -> list[dict[str, Any]]:
+    """Of a replica's events, by their numbers, those after `told` that are warnings. An operator's word is none: its
+    effect is one as well. Errors are in the replica's log, which is shown."""
+    later = (events[number] for number in sorted(events) if number > told)
+    return [event for event in later if event["level"] == "warning" and event["kind"] != "mark_set"]
 
 
 def _curl(url: str, *options: str, question: str, session: str | None = None) -> str:

@@ -133,9 +133,9 @@ class Load:
     async def _talk(self, session: Session) -> None:
         conversation = _Conversation(session, self._seed, self._block_size)
         for turn in session.turns:
+            if self.now + turn.after >= self._seconds:
+                return  # nobody need wait for what will not be asked
             await asyncio.sleep(turn.after)
-            if self.now >= self._seconds:
-                return
             body = conversation.ask(turn)
             headers = self._headers(session.name, turn is session.turns[-1])
             answer = await self._insist(session.name, body, headers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import expm1
 from typing import Generic, Protocol, TypeVar
 
@@ -111,42 +111,44 @@ class Weights(Generic[W]):
 
 
 class Lately(Generic[M]):
-    """What the targets have to do here, as others are told it who hear of it now and then: how many turns they had in
-    the mean since the last word. One moment says little where turns are shorter than the time between two words: it may
-    be the one in which a burst was over at one target and not yet at another. As far as turns are longer, those that
-    are there now will be there until the next word, and count for what they are."""
+    """What a worker's targets have to do here, as others are told it who hear of it now and then: how many turns they
+    had in the mean since the last word. One moment says little where turns are shorter than the time between two words:
+    it may be the one in which a burst was over at one target and not yet at another. As far as turns are longer, those
+    that are there now will be there until the next word, and count for what they are."""
 
-    def __init__(self, now: float) -> None:
-        self._told_at = now
-        self._spent: dict[M, float] = {}
-        """What the turns of each had spent there until then, in seconds (`Target.spent`)."""
-        self._ended: dict[Giving[M], tuple[float, float, int]] = {}
-        """Of each worker, decaying: what turns have spent there, how many have ended meanwhile; and the last count."""
+    __slots__ = ("_at", "_count", "_ends", "_nothing", "_seconds", "_spent", "_words", "_worker")
 
-    def tell(self, workers: Iterable[Giving[M]], now: float) -> dict[M, float]:
-        """Of each target of these, in `SHARES` of a turn; since the last time."""
-        seconds, self._told_at = max(now - self._told_at, 1e-3), now
-        before, self._spent = self._spent, {}
-        ended, self._ended = self._ended, {}
-        told: dict[M, float] = {}
-        for worker in workers:
-            means: list[tuple[M, int, float]] = []
-            sum_of_all = 0.0
-            for target in worker.targets:
-                present = target.in_flight + target.reserved
-                self._spent[target] = until_now = target.spent + present * now
-                spent = max(0.0, until_now - before.get(target, 0.0))
-                sum_of_all += spent
-                means.append((target, present, spent / seconds))
-            spent_before, ends_before, count = ended.get(worker, (0.0, 0.0, 0))
-            total = worker.cells.total
-            spent = spent_before * _LONGER_AGO + sum_of_all
-            ends = ends_before * _LONGER_AGO + total - count
-            self._ended[worker] = spent, ends, total
-            stays = _stays(spent / (ends + 1), seconds)
-            for target, present, mean in means:
-                told[target] = round((stays * present + (1 - stays) * mean) * SHARES) / SHARES
-        return told
+    def __init__(self, worker: Giving[M], now: float) -> None:
+        """`now`: when the last word was of what it has."""
+        self._worker, self._at = worker, now
+        self._nothing = self._spent = [0.0] * len(worker.targets)
+        """What the turns of each target had spent there until the last word, in seconds (`Target.spent`)."""
+        self._seconds = self._ends = 0.0
+        """What turns have spent there in all, and how many have ended meanwhile, as of the last word at which somebody
+        had been there: both decay from word to word."""
+        self._count = self._words = 0
+        """How many had ended then, and the words since."""
+
+    def tell(self, now: float) -> Sequence[float]:
+        """Of each target, in `SHARES` of a turn; since the last time."""
+        targets, before = self._worker.targets, self._spent
+        seconds, self._at = max(now - self._at, 1e-3), now
+        self._words += 1
+        spent = [target.spent + (target.in_flight + target.reserved) * now for target in targets]
+        if spent == before:  # nobody was there, as at most of a large fleet
+            return self._nothing
+        self._spent = spent
+        meanwhile = [max(0.0, until_now - then) for until_now, then in zip(spent, before, strict=True)]
+        remains, count = _LONGER_AGO**self._words, self._worker.cells.total
+        self._seconds = self._seconds * remains + sum(meanwhile)
+        self._ends = self._ends * remains + count - self._count
+        self._count, self._words = count, 0
+        stays = _stays(self._seconds / (self._ends + 1), seconds)
+        means = (
+            stays * (target.in_flight + target.reserved) + (1 - stays) * share / seconds
+            for target, share in zip(targets, meanwhile, strict=True)
+        )
+        return [round(mean * SHARES) / SHARES for mean in means]
 
 
 def _stays(lasts: float, seconds: float) -> float:

@@ -53,17 +53,13 @@ def normal_url(url: str) -> str:
     return f"{parts.scheme}://{shown}:{port or (443 if parts.scheme == 'https' else 80)}{path}"
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker as whoever names it describes it."""
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """What may be said of a worker, by whoever names it."""
 
-    name: str
     url: str
-    """In the one spelling (`normal_url`)."""
     ranks: int = 0
     """Data-parallel ranks; 0: ranks mean nothing to it."""
-    phase: Phase = "both"
-    tls_name: str = ""
-    """Whose certificate an https worker shows; empty: that of the URL's host."""
+    phase: str = "both"
     models: tuple[str, ...] = ()
     """What it says it serves."""
     labels: dict[str, str] = {}
@@ -77,6 +73,32 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Where its first rank publishes what becomes of its cache, as tcp://host:port; empty: nowhere."""
     kv_replay: str = ""
     """Where it says again what was missed of that."""
+
+    def checked(self, name: str | None = None) -> WorkerSpec:
+        """None: it has been given no name. Raises WorkerError."""
+        url = normal_url(self.url)
+        return WorkerSpec(
+            name=worker_name(url) if name is None else checked_name(name),
+            url=url,
+            ranks=checked_ranks(self.ranks) if self.ranks else 0,
+            phase=checked_phase(self.phase),
+            models=self.models,
+            labels=self.labels,
+            incarnation=self.incarnation,
+            draining=self.draining,
+            until=self.until,
+            kv_events=checked_place(self.kv_events) if self.kv_events else "",
+            kv_replay=checked_place(self.kv_replay) if self.kv_replay else "",
+        )
+
+
+class WorkerSpec(Described, frozen=True, kw_only=True):
+    """A worker as the fleet has it; its URL is in the one spelling (`normal_url`)."""
+
+    name: str
+    phase: Phase = "both"
+    tls_name: str = ""
+    """Whose certificate an https worker shows; empty: that of the URL's host."""
 
     def is_another(self, other: WorkerSpec) -> bool:
         """What was known of the other one is not true of it: it is elsewhere, or its cache is lost."""

@@ -93,6 +93,14 @@ class Connection(asyncio.Protocol, abc.ABC):
             self.transport.close()
 
     @abc.abstractmethod
+    def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:
+        """As the proxy of what no other answers to."""
+
+    @abc.abstractmethod
+    def enqueue(self, exchange: Exchange) -> None:
+        """Its head was read. It is answered when its turn comes."""
+
+    @abc.abstractmethod
     def answered(self, keep_alive: bool) -> None:
         """The answer that is being written is complete."""
 

@@ -129,6 +129,8 @@ class Entries:
         self._table: OrderedDict[str, Entry] = OrderedDict()
         """The longest unused first. One that was replaced or closed lives on in the turns that hold it. Each target
         counts its sessions in it."""
+        self._by_worker: Counter[str] = Counter()
+        """How many of them are at each, by its name."""
         self.active: dict[str, Entry] = {}
         """Those of the table that have turns; the others make room when it is full."""
         self._reads: WeakValueDictionary[str, Snapshot] = WeakValueDictionary()
@@ -187,11 +189,16 @@ class Entries:
             self._drop(entry.key)
             self._table[entry.key] = entry
             entry.target.sessions += not entry.kept
+            self._by_worker[entry.target.worker.name] += 1
 
     def _drop(self, key: str) -> None:
         entry = self._table.pop(key, None)
         if entry is not None:
+            name = entry.target.worker.name
             entry.target.sessions -= not entry.kept
+            self._by_worker[name] -= 1
+            if not self._by_worker[name]:
+                del self._by_worker[name]
 
     def _trim(self) -> None:
         while len(self._table) > max(self._capacity, len(self.active)):
@@ -322,7 +329,7 @@ class Entries:
 
     def census(self) -> Counter[str]:
         """How many sessions this replica knows, by the name of their worker."""
-        return Counter(entry.target.worker.name for entry in self)
+        return self._by_worker.copy()
 
     def page(self, after: str, limit: int, worker: str = "") -> list[View]:
         """The first `limit` of the sessions that this replica knows, by their keys, of those after `after` and at

@@ -21,10 +21,11 @@ import pytest
 from app import children
 from app.config import Settings
 from app.reloading import Rereading
-from app.serve import listen
 from app.serve import serve as serve_here
+from app.sockets import listen
 from app.sources import read_settings
 from tests.support.nursery import Child, nursery
+from tests.support.processes import alive
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,14 +113,6 @@ def holds(condition: Callable[[], bool], within: float = 20.0) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def test_ready_fails_first_then_turns_get_their_time_and_are_cut_without_noise(serve: Callable[..., Router]) -> None:

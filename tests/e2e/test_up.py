@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.processes import alive
 from tests.support.tcp import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -266,15 +267,6 @@ def gone(pids: list[int], *, within: float) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def alive(pid: int) -> bool:
-    """Running, and not merely waiting to be reaped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
 
 
 def _children(pid: int) -> list[int]:

@@ -8,7 +8,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,37 @@ def etcd_servers() -> Iterator[Callable[[Path], EtcdServer]]:
             return servers[binary]
 
         yield serve
+
+
+@pytest.fixture(params=sorted(ETCD_BINARIES))
+def binary(request: pytest.FixtureRequest) -> Path:
+    """Of each series that there is here."""
+    return ETCD_BINARIES[request.param]
+
+
+@pytest.fixture(scope="module", params=sorted(ETCD_BINARIES))
+def shared(request: pytest.FixtureRequest, etcd_servers: Callable[[Path], EtcdServer]) -> EtcdServer:
+    """For tests that leave the server as it is; each uses its own prefix."""
+    return etcd_servers(ETCD_BINARIES[request.param])
+
+
+@pytest.fixture
+def root(quick_path: Path) -> Path:
+    return quick_path / "root"
+
+
+@pytest.fixture
+async def open_file(root: Path) -> AsyncIterator[Callable[..., Awaitable[FileStore]]]:
+    """Opens what `root` has, or another folder; all are closed afterwards."""
+    opened: list[FileStore] = []
+
+    async def open_file(at: Path = root, **options: Any) -> FileStore:
+        opened.append(await FileStore.open(at, **options))
+        return opened[-1]
+
+    yield open_file
+    for store in opened:
+        await store.aclose()
 
 
 @pytest.fixture(params=KINDS, ids=str)

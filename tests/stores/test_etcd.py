@@ -40,7 +40,7 @@ from backends.etcd.history import History
 from backends.etcd.store import EtcdStore
 from backends.etcd.url import EtcdUrl
 from backends.etcd.watch import UNTOLD_S, Subscription
-from tests.support.etcd import ETCD_BINARIES, EtcdCluster, EtcdServer, TlsFiles
+from tests.support.etcd import EtcdCluster, EtcdServer, TlsFiles
 from tests.support.scripted_etcd import HoldingProxy, ScriptedEtcd
 from tests.support.tcp import TcpProxy
 
@@ -51,17 +51,6 @@ INTERVAL = 0.8
 """Between signs of life; a watch is given up after 2.5 of them."""
 T = TypeVar("T")
 Open = Callable[..., Awaitable[EtcdStore]]
-
-
-@pytest.fixture(params=sorted(ETCD_BINARIES))
-def binary(request: pytest.FixtureRequest) -> Path:
-    return ETCD_BINARIES[request.param]
-
-
-@pytest.fixture(scope="module", params=sorted(ETCD_BINARIES))
-def shared(request: pytest.FixtureRequest, etcd_servers: Callable[[Path], EtcdServer]) -> EtcdServer:
-    """For tests that leave the server as it is; each uses its own prefix."""
-    return etcd_servers(ETCD_BINARIES[request.param])
 
 
 def on_one(fixture: str) -> pytest.MarkDecorator:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +43,6 @@ from tests.support.stores import Subscriber, a_key, a_value, eventually, make
 
 CLOSED, GONE = CloseOutcome.CLOSED, CloseOutcome.GONE
 Open = Callable[..., Awaitable[FileStore]]
-
-
-@pytest.fixture
-def root(quick_path: Path) -> Path:
-    return quick_path / "root"
-
-
-@pytest.fixture
-async def open_file(root: Path) -> AsyncIterator[Open]:
-    opened: list[FileStore] = []
-
-    async def open_file(at: Path = root, **options: Any) -> FileStore:
-        opened.append(await FileStore.open(at, **options))
-        return opened[-1]
-
-    yield open_file
-    for store in opened:
-        await store.aclose()
 
 
 @pytest.fixture

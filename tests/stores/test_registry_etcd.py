@@ -29,17 +29,6 @@ INTERVAL = 0.3
 Open = Callable[..., Awaitable[EtcdStore]]
 
 
-@pytest.fixture(params=sorted(ETCD_BINARIES))
-def binary(request: pytest.FixtureRequest) -> Path:
-    return ETCD_BINARIES[request.param]
-
-
-@pytest.fixture(scope="module", params=sorted(ETCD_BINARIES))
-def shared(request: pytest.FixtureRequest, etcd_servers: Callable[[Path], EtcdServer]) -> EtcdServer:
-    """For tests that leave the server as it is; each uses its own prefix."""
-    return etcd_servers(ETCD_BINARIES[request.param])
-
-
 @pytest.fixture
 def server(binary: Path) -> Iterator[EtcdServer]:
     """For tests that are rough with it."""

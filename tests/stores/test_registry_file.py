@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,24 +28,6 @@ from tests.support.claimant import Claimant
 from tests.support.stores import Watcher, a_key, eventually, make
 
 Open = Callable[..., Awaitable[FileStore]]
-
-
-@pytest.fixture
-def root(quick_path: Path) -> Path:
-    return quick_path / "root"
-
-
-@pytest.fixture
-async def open_file(root: Path) -> AsyncIterator[Open]:
-    opened: list[FileStore] = []
-
-    async def open_file(at: Path = root, **options: Any) -> FileStore:
-        opened.append(await FileStore.open(at, **options))
-        return opened[-1]
-
-    yield open_file
-    for store in opened:
-        await store.aclose()
 
 
 @pytest.fixture

@@ -217,6 +217,15 @@ class Processes:
 # --- the truth -------------------------------------------------------------------------------------------------------
 
 
+def alive(pid: int) -> bool:
+    """Running, and not merely waiting to be reaped."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
 async def turns(worker: Worker, session: str | None = None) -> list[dict[str, Any]]:
     """What the worker served and serves: all turns, or a session's."""
     answer = await ask(worker.url, target="/mock/turns" + (f"?session={session}" if session else ""))

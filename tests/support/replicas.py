@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 
 from app.fleet.policies import Policy
@@ -108,6 +109,7 @@ class Replica:
         assert self.reserved == [0] * len(self.fleet)
         assert not self.affinity._entries.active
         assert not self.affinity._flights
+        assert self.affinity.census() == Counter(entry.target.worker.name for entry in self.affinity._entries)
 
 
 @contextlib.asynccontextmanager

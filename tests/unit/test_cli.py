@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from app import checking, cli
 from app.config import SETTINGS, Settings
-from app.serve import listen
+from app.sockets import listen
 
 ROOT = Path(__file__).parents[2]
 WORKER = ["--worker", "http://127.0.0.1:9"]
@@ -131,6 +132,20 @@ def test_a_taken_port_is_told_and_ends_with_1(capsys: pytest.CaptureFixture[str]
     assert code == 1
     assert f"127.0.0.1:{taken_port}" in err
     assert "choose another --port" in err
+
+
+def test_a_port_that_wants_rights_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether port 80 does is the system's affair, and who runs the tests."""
+
+    def refused(_: socket.socket, address: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(socket.socket, "bind", refused)
+    code, _, err = command(capsys, "serve", *WORKER, "--claims", "memory://", "--port", "80")
+    assert code == 1
+    assert "127.0.0.1:80" in err
+    assert "CAP_NET_BIND_SERVICE" in err
+    assert "choose a higher --port" in err
 
 
 def test_a_host_that_is_not_ours_is_told(capsys: pytest.CaptureFixture[str]) -> None:

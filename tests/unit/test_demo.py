@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
-from app.demo.load import Address, ByHash, InTurn, Served, _Conversation, figures, moves
+from app.demo.fleet import free_ports
+from app.demo.load import Address, ByHash, InTurn, Load, Served, _Conversation, figures, moves
 from app.demo.report import Shown, Told, html
 from mocker import traces
 from mocker.cache import TOKEN_BYTES
-from mocker.traces import Agents
+from mocker.traces import Agents, Chain, Session, Turn
 from mocker.wire import parse_chat
+from tests.support.fakes import in_virtual_time
 
 WORKERS: list[Address] = [("127.0.0.1", 9001 + number) for number in range(4)]
 SESSIONS = [f"s{number}" for number in range(400)]
@@ -67,6 +71,26 @@ def test_what_is_said_has_the_tokens_of_its_turn_and_grows() -> None:
         assert all(after.startswith(before[:-generation]) for before, after in pairwise(prompts))
         first_blocks.add(prompts[0][:1600])
     assert len(first_blocks) == 2  # system prompts
+
+
+@in_virtual_time
+async def test_it_ends_with_its_last_turn_and_not_when_the_next_one_would_have_been() -> None:
+    """A pause between two turns may be half a minute long."""
+    later = Turn(prompt=100, answer=1, after=50.0)
+    sessions = [Session(f"s{at}", 0, float(at), Chain((), 0, 6), [later], None) for at in range(3)]
+    load = Load(sessions, InTurn(WORKERS), seconds=10.0, seed=1, block_size=16, headers=lambda session, last: {})
+    await load.run()
+    assert load.now < 3.0
+    assert load.served == []
+
+
+def test_no_connection_takes_the_port_of_who_starts_later_or_was_killed() -> None:
+    ports = free_ports(14)
+    assert len(set(ports)) == 14
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(ports) < max(first_of_connections, 20_000)
+    with socket.create_server(("127.0.0.1", ports[0])):
+        assert ports[0] not in free_ports(14)
 
 
 def test_a_session_is_split_only_if_nobody_has_killed_its_worker() -> None:

@@ -18,6 +18,7 @@ CONTROL = {
     "app.control",
     "app.admin",
     "app.management",
+    "app.record",
     "app.replicas",
     "app.traffic",
     "app.events",
@@ -36,6 +37,7 @@ STARTERS = {
     "app.options",
     "app.checking",
     "app.listening",
+    "app.sockets",
     "app.completion",
     "app.remote",
     "app.serve",
@@ -195,6 +197,7 @@ def test_only_main_and_sessions_know_the_stores() -> None:
         ("app.fleet", "backends.registry"),
         ("app.sessions", "backends.base"),
         ("app.sessions", "backends.singleflight"),
+        ("app.record", "backends.registry"),
         ("app.replicas", "backends.base"),
         ("app.replicas", "backends.registry"),
     }

@@ -107,7 +107,6 @@ class Follower:
     def __init__(self, publisher: Publisher, *, replays: bool = True) -> None:
         self.clock = 1000.0
         self.metrics, self.index = Metrics(), Index()
-        self.engine = Engine(Index())
         worker = make_worker("http://h:1", name="w", connect_limit=1, idle_limit=1)
         worker.spec = WorkerSpec(
             name="w", url="http://h:1", kv_events=publisher.events, kv_replay=publisher.replay if replays else ""
@@ -157,6 +156,17 @@ async def following(publisher: Publisher, *, replays: bool = True) -> AsyncItera
         follower.feeds.close()
 
 
+@contextlib.asynccontextmanager
+async def knowing(publisher: Publisher, *, replays: bool = True) -> AsyncIterator[tuple[Follower, Engine]]:
+    """Following an engine that has ONE."""
+    engine = Engine(Index())
+    async with following(publisher, replays=replays) as follower:
+        await follower.has(ONE, 0)
+        publisher.tell(engine.stored(ONE))
+        await follower.has(ONE, 20)
+        yield follower, engine
+
+
 @pytest.fixture
 async def publisher() -> AsyncIterator[Publisher]:
     made = Publisher()
@@ -194,11 +204,7 @@ async def test_without_replays_it_knows_what_it_has_heard(publisher: Publisher) 
 
 
 async def test_a_gap_is_filled_by_a_replay_with_what_was_removed_meanwhile(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, engine):
         publisher.tell(engine.removed(ONE[:4]), lost=True)
         publisher.tell(engine.stored(TWO))
         await follower.has(TWO, 20)
@@ -210,11 +216,7 @@ async def test_a_gap_is_filled_by_a_replay_with_what_was_removed_meanwhile(publi
 
 
 async def test_nothing_is_believed_while_something_is_missing(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, engine):
         publisher.mute = True
         publisher.tell(engine.removed(ONE[:4]), lost=True)
         publisher.tell(engine.stored(TWO))
@@ -229,11 +231,7 @@ async def test_nothing_is_believed_while_something_is_missing(publisher: Publish
 
 
 async def test_a_gap_without_replays_is_the_end_of_all_that_was_known(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher, replays=False) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher, replays=False) as (follower, engine):
         publisher.tell(lost=True)
         publisher.tell(engine.stored(TWO))
         await follower.has(TWO, 20)
@@ -243,11 +241,7 @@ async def test_a_gap_without_replays_is_the_end_of_all_that_was_known(publisher:
 
 async def test_what_is_kept_no_more_is_not_known(publisher: Publisher) -> None:
     """The publisher keeps the last batches only: those that are missed came before."""
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, engine):
         publisher.tell(engine.removed(ONE[:4]), lost=True)
         publisher.kept.clear()
         publisher.tell(engine.stored(TWO))
@@ -292,11 +286,7 @@ async def test_numbers_that_begin_anew_on_the_same_connection_are_another_engine
 
 async def test_a_gap_that_hides_another_engine(publisher: Publisher) -> None:
     """Its numbers are higher than those that were read, and go on as if nothing had been."""
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, engine):
         publisher.kept, publisher.number = [], 0
         publisher.tell(engine.stored(TWO), lost=True)
         publisher.tell(engine.removed(TWO[:20]), lost=True)
@@ -324,11 +314,7 @@ async def test_a_replay_that_comes_late_changes_nothing(publisher: Publisher) ->
 
 
 async def test_a_batch_that_is_not_understood_ends_what_was_known(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, engine):
         publisher.tell({"type": "BlocksMoved"})
         await follower.has(ONE, 0)
         publisher.tell(engine.stored(TWO))
@@ -339,11 +325,7 @@ async def test_a_batch_that_is_not_understood_ends_what_was_known(publisher: Pub
 
 
 async def test_a_worker_that_was_down_is_asked_anew(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, _):
         follower.target.worker.health.unreachable("refused", refused=True)
         assert follower.overlap(ONE) is None
         await follower.has(ONE, 20)  # it was only the network
@@ -351,11 +333,7 @@ async def test_a_worker_that_was_down_is_asked_anew(publisher: Publisher) -> Non
 
 
 async def test_who_is_gone_is_not_followed_and_leaves_nothing(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, _):
         follower.fleet.remove("w")
         follower.feeds.follow()
         assert not follower.feeds.by_target
@@ -449,11 +427,7 @@ async def test_a_place_that_nobody_can_connect_to_is_said_once_and_hinders_nobod
 
 
 async def test_what_was_guessed_wrong_takes_nothing_from_what_was_told(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, _):
         follower.target.forget()
         follower.feed.follows_on()
         follower.feeds.ready(follower.feed)
@@ -463,11 +437,7 @@ async def test_what_was_guessed_wrong_takes_nothing_from_what_was_told(publisher
 
 
 async def test_what_a_worker_had_is_kept_by_nobody_when_it_is_forgotten(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, _):
         shelf = next(iter(follower.feed.holdings.shelves.values()))
         other = type(shelf)(SIZE)
         for block in list(shelf.ours()):
@@ -479,11 +449,7 @@ async def test_what_a_worker_had_is_kept_by_nobody_when_it_is_forgotten(publishe
 
 
 async def test_what_is_nested_without_end_is_no_batch(publisher: Publisher) -> None:
-    engine = Engine(Index())
-    async with following(publisher) as follower:
-        await follower.has(ONE, 0)
-        publisher.tell(engine.stored(ONE))
-        await follower.has(ONE, 20)
+    async with knowing(publisher) as (follower, _):
         publisher.tell(payload=b"\x91" * 5000)
         await follower.has(ONE, 0)
         assert follower.gaps("malformed") == 1

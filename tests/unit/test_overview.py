@@ -24,6 +24,7 @@ from app.main import Router, create_app
 from app.overview import PAGE, Look, changed, merge
 from app.page.routes import MOST_LOOKING
 from app.top import frame, in_words
+from app.up import news
 from backends.memory import MemoryStore
 from tests.support.fakes import in_virtual_time
 
@@ -76,6 +77,23 @@ def test_events_are_kept_with_what_they_are_about_and_no_more_of_them_than_that(
         events.emit(record(logging.INFO, event="mark"))
     assert len(events.last()) == KEPT
     assert first not in events.last()
+
+
+def test_up_tells_each_warning_once_and_no_word_of_an_operator() -> None:
+    events = EventLog()
+    events.emit(record(logging.WARNING, event="worker_state"))
+    told = events.last()[-1].number
+    for level, kind in (
+        (logging.INFO, "worker_state"),
+        (logging.WARNING, "mark_set"),
+        (logging.WARNING, "mark"),
+        (logging.ERROR, "fault"),
+        (logging.WARNING, "worker_state"),
+    ):
+        events.emit(record(level, event=kind))
+    shown = {each.number: msgspec.to_builtins(each) for each in reversed(events.last())}
+    assert [event["kind"] for event in news(shown, told)] == ["mark", "worker_state"]
+    assert news(shown, max(shown)) == []
 
 
 # --- snapshots -------------------------------------------------------------------------------------------------------

@@ -396,7 +396,7 @@ class Crowd:
         self.both = [Placing(owing=True), Placing(owing=True)]
         self.ends: list[tuple[float, int, Placing, Target, bool]] = []
         self.now = 1000.0
-        self.lately = [Lately[Target](self.now) for _ in self.both]
+        self.lately = [[Lately[Target](worker, self.now) for worker in each.fleet] for each in self.both]
         self.words: list[tuple[float, int]] = []
         """When each says what it has; if it does."""
         self.sick = False
@@ -435,9 +435,9 @@ class Crowd:
     def say(self, number: int) -> None:
         here, there = self.both[number], self.both[1 - number]
         here.clock.now = there.clock.now = self.now
-        told = self.lately[number].tell(here.fleet, self.now)
-        pairs = zip(here.targets, there.targets, strict=True)
-        there.fleet.heard(f"{number}", {other: (told[mine], mine.sessions) for mine, other in pairs})
+        told = (turns for each in self.lately[number] for turns in each.tell(self.now))
+        each = zip(told, here.targets, there.targets, strict=True)
+        there.fleet.heard(f"{number}", {other: (turns, mine.sessions) for turns, mine, other in each})
 
     def begin(self, place: Placing) -> None:
         place.clock.now = self.now
@@ -512,8 +512,7 @@ def ended(target: Target, turns: int, at: float) -> None:
 
 def test_turns_shorter_than_the_time_between_two_words_count_by_their_mean() -> None:
     (busy,), (idle,) = (worker_of(number, Clock()).targets for number in range(2))
-    lately = Lately[Target](1000.0)
-    workers = [busy.worker, idle.worker]
+    both = [Lately[Target](target.worker, 1000.0) for target in (busy, idle)]
     for beat in range(3):
         for burst in range(4):
             at = 1000.0 + BEAT * beat + burst / 2
@@ -521,27 +520,27 @@ def test_turns_shorter_than_the_time_between_two_words_count_by_their_mean() -> 
             ended(busy, 20, at + 0.1)
         if beat == 2:  # the word falls into a burst
             given(busy, 20, at + 0.48)
-        told = lately.tell(workers, 1000.0 + BEAT * (beat + 1))
-        assert told[busy] == pytest.approx(20 * 0.1 / 0.5, abs=1.0)
-        assert told[idle] == 0
+        (told,), (nothing,) = (lately.tell(1000.0 + BEAT * (beat + 1)) for lately in both)
+        assert told == pytest.approx(20 * 0.1 / 0.5, abs=1.0)
+        assert nothing == 0
 
 
 def test_turns_longer_than_that_count_as_they_are() -> None:
     """Also those that have just begun, and such as have ended no more."""
     (target,) = worker_of(0, Clock()).targets
-    lately = Lately[Target](1000.0)
+    lately = Lately[Target](target.worker, 1000.0)
     given(target, 10, 1000.0)
     for now in range(1002, 1022, 2):
-        assert lately.tell([target.worker], now)[target] == 10
+        assert lately.tell(now) == [10]
         ended(target, 1, now)
         given(target, 1, now)
     given(target, 10, 1021.9)
-    told = lately.tell([target.worker], 1022.0)[target]
+    [told] = lately.tell(1022.0)
     assert told == pytest.approx(20, abs=1.5)
     ended(target, 15, 1023.9)
-    assert lately.tell([target.worker], 1024.0)[target] < 13
+    assert lately.tell(1024.0)[0] < 13
     for now in range(1026, 1036, 2):
-        told = lately.tell([target.worker], now)[target]
+        [told] = lately.tell(now)
     assert told == 5
 
 

@@ -19,12 +19,14 @@ import httpx
 import pytest
 
 from app import Trouble, cli
+from app.admin import _stands
 from app.config import Settings
 from app.main import create_app
 from app.remote import fitting
-from app.serve import Server, listen
+from app.serve import Server
 from app.sessions.identity import KeyHasher
 from app.sessions.tenants import read_keys
+from app.sockets import listen
 from app.top import snapshots
 from tests.support.raw import OK, Worker, answers
 
@@ -103,6 +105,19 @@ def test_sessions_are_listed_by_their_hash(router: str, capsys: pytest.CaptureFi
     assert "--all" not in out
     code, out, _ = command(capsys, "sessions", "list", "--url", router, "--token", TOKEN, "--worker", "w1", "--json")
     assert (code, json.loads(out)["sessions"]) == (0, [])
+
+
+def test_a_turns_answer_says_which_replica_gave_it(router: str) -> None:
+    answer = httpx.post(f"{router}/v1/completions", content=b"{}", trust_env=False, timeout=30)
+    assert answer.headers["x-coatcheck-replica"] == "r1"
+
+
+def test_a_session_is_not_said_to_stand_longer_than_is_promised() -> None:
+    """Stores keep claims some longer (etcd's leases, by a quarter)."""
+    assert _stands(expires_at=1800.0 * 1.25, now=0.0, ttl=1800.0) == 1800.0
+    assert _stands(expires_at=1000.0, now=400.0, ttl=1800.0) == 600.0
+    assert _stands(expires_at=1000.0, now=1001.0, ttl=1800.0) == 0.0
+    assert _stands(expires_at=0.0, now=0.0, ttl=1800.0) is None
 
 
 def test_pages_are_put_together(

@@ -11,11 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.fleet.loads import SHARES
 from app.fleet.naming import Naming
-from app.fleet.workers import Fleet, make_worker
+from app.fleet.workers import Fleet, Worker, make_worker
 from app.metrics import Metrics
-from app.replicas import KIND, STANDS, Myself, Record, Replicas, hashes
+from app.record import Record, Roll, Workers, decode, hashes
+from app.replicas import BEAT, KIND, STANDS, Myself, Replicas
 from app.sessions.peers import Peers
+from app.traffic import Figures, Traffic
 from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
 from backends.registry import MAX_VALUE, Registry
@@ -251,6 +254,70 @@ async def test_a_record_is_bounded_however_many_workers_there_are() -> None:
         assert len(record.workers) + record.left_out == 2000
         assert record.left_out
         assert a.differing == set()
+
+
+class Written:
+    """What a replica's record has of its workers, written again two seconds later each time."""
+
+    def __init__(self, *workers: Worker) -> None:
+        self.now, self.fleet = 1000.0, Fleet(workers)
+        self.traffic = Traffic(Metrics(), self.fleet, clock=lambda: self.now)
+        self.roll = Roll(self.fleet, self.traffic, lambda: self.now)
+        self.value = b""
+
+    def again(self) -> Record:
+        self.now += BEAT
+        self.traffic.tick()
+        for _ in self.roll.write():
+            pass
+        self.value = self.roll.within(Record("a", "a1", "1.0"))
+        return decode(self.value)
+
+
+def test_a_record_that_is_written_again_says_what_has_changed() -> None:
+    """Only that is written anew: each that changes alone, and what stands behind whoever comes or goes."""
+    one, two = (make_worker(f"http://10.0.0.{at}:1", ranks=at, connect_limit=1, idle_limit=1) for at in (1, 2))
+    written = Written(one)
+    first = written.again()
+    assert first.workers == {one.name: Workers(one.url, 1, (0,), (0,), (0,))}
+    assert written.again() == first
+    one.targets[0].sessions = 3
+    assert written.again().workers[one.name].sessions == (3,)
+    one.targets[0].in_flight, one.targets[0].spent = 2, -2 * written.now
+    assert [(said.turns, said.lately) for said in written.again().workers.values()] == [((2,), (2 * SHARES,))]
+    written.fleet.put(two)
+    two.targets[1].reserved, two.targets[1].spent = 1, -written.now
+    said = written.again().workers
+    assert (list(said), said[two.name].turns, said[one.name].turns) == (sorted((one.name, two.name)), (0, 1), (2,))
+    two.cells.turns["completed", 200] += 5
+    [(place, figures)] = written.again().figures
+    assert (sorted((one.name, two.name))[place], figures.turns > 0) == (two.name, True)
+    written.fleet.remove(one.name)
+    record = written.again()
+    assert (list(record.workers), [place for place, _ in record.figures]) == ([two.name], [0])
+
+
+def test_where_figures_have_no_room_those_of_the_busiest_are_told() -> None:
+    workers = [
+        make_worker(f"http://10.0.{at // 250}.{at % 250}:8000", name=f"w{at:04}", connect_limit=1, idle_limit=1)
+        for at in range(1300)
+    ]
+    written = Written(*workers)
+    written.again()
+    for at, each in enumerate(workers):
+        each.cells.turns["completed", 200] += at + 1
+    for _ in range(5):  # of a large fleet a fifth each time
+        record = written.again()
+    assert len(written.value) <= MAX_VALUE
+    assert 0 < len(record.figures) < len(record.workers) <= 1300
+    busiest = sorted(
+        (written.traffic.figures(each) for each in workers[: len(record.workers)]), reverse=True, key=_turns
+    )
+    assert [figures for _, figures in record.figures] == busiest[: len(record.figures)]
+
+
+def _turns(figures: Figures) -> tuple[float, int]:
+    return figures.turns, figures.errors
 
 
 @in_virtual_time

@@ -63,18 +63,6 @@ def test_a_worker_that_comes_anew_begins_anew() -> None:
     assert not traffic.figures(again)
 
 
-def test_the_busiest_workers_come_first() -> None:
-    clock = Clock()
-    workers = [worker(f"w{number}") for number in range(3)]
-    traffic = Traffic(Metrics(), Fleet(workers), clock=clock)
-    traffic.tick()
-    for each, turns in zip(workers, (1, 0, 5), strict=True):
-        each.cells.turns["completed", 200] += turns
-    clock.now += 2
-    traffic.tick()
-    assert [name for name, _ in traffic.busiest()] == ["w2", "w0"]
-
-
 def said(turns: int, failed: int = 0) -> Sums:
     return Sums(
         {"cached": turns}, {"completed": turns - failed, "worker_error": failed}, [turns] + [0] * 16, (turns, 0)

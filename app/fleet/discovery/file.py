@@ -29,17 +29,7 @@ from typing import Any
 import msgspec
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
-from app.fleet.specs import (
-    Phase,
-    WorkerError,
-    WorkerSpec,
-    checked_name,
-    checked_place,
-    checked_ranks,
-    normal_url,
-    worker_name,
-    worker_spec,
-)
+from app.fleet.specs import Described, Phase, WorkerError, WorkerSpec, checked_ranks, worker_spec
 
 _EVERY = 0.5
 """Seconds."""
@@ -153,19 +143,17 @@ def _spec(entry: Any) -> WorkerSpec:
     if isinstance(entry, str):
         return worker_spec(entry)
     table = msgspec.convert(entry, _Table)
-    url = normal_url(table.url)
-    return WorkerSpec(
-        name=worker_name(url) if table.name is None else checked_name(table.name),
-        url=url,
+    return Described(
+        url=table.url,
         ranks=0 if table.dp is None else checked_ranks(table.dp),
         phase=table.phase,
         draining=table.draining,
         incarnation=table.incarnation,
         models=table.models,
         labels=table.labels,
-        kv_events=checked_place(table.kv_events) if table.kv_events else "",
-        kv_replay=checked_place(table.kv_replay) if table.kv_replay else "",
-    )
+        kv_events=table.kv_events,
+        kv_replay=table.kv_replay,
+    ).checked(table.name)
 
 
 def _line_of_key(text: str, key: str) -> int:

@@ -19,15 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from app.fleet.discovery.source import Said, Trouble, View
-from app.fleet.specs import (
-    WorkerError,
-    WorkerSpec,
-    checked_name,
-    checked_phase,
-    checked_place,
-    checked_ranks,
-    normal_url,
-)
+from app.fleet.specs import Described, WorkerError, WorkerSpec, normal_url
 from backends.base import StoreError
 from backends.registry import Put, Registry, Removed
 
@@ -37,42 +29,17 @@ _AGAIN_AFTER = (0.1, 0.5, 1.0, 2.0)
 """Seconds until a registry that did not answer is asked again, by how often in a row that was."""
 
 
-class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WorkerRecord(Described, frozen=True, kw_only=True, omit_defaults=True):
     """What is written of a worker, by its name."""
 
-    url: str
-    models: tuple[str, ...] = ()
-    ranks: int = 0
-    phase: str = "both"
-    labels: dict[str, str] = {}
-    incarnation: str = ""
-    draining: bool = False
-    until: float = 0.0
-    """When it is draining: when its sessions move, in Unix seconds."""
-    kv_events: str = ""
-    kv_replay: str = ""
-    """As `WorkerSpec` has them."""
     host: str = ""
     """Whose loopback the URL means, where it means one (`this_host`)."""
     version: int = 1
 
     def spec(self, name: str, host: str) -> WorkerSpec:
         """As the fleet has it, for a router on `host`. Raises ValueError with why it cannot be used."""
-        url = normal_url(self.url)
-        check_reachable(url, from_here=bool(host) and self.host == host)
-        return WorkerSpec(
-            name=checked_name(name),
-            url=url,
-            ranks=checked_ranks(self.ranks) if self.ranks else 0,
-            phase=checked_phase(self.phase),
-            models=self.models,
-            labels=self.labels,
-            incarnation=self.incarnation,
-            draining=self.draining,
-            until=self.until,
-            kv_events=checked_place(self.kv_events) if self.kv_events else "",
-            kv_replay=checked_place(self.kv_replay) if self.kv_replay else "",
-        )
+        check_reachable(normal_url(self.url), from_here=bool(host) and self.host == host)
+        return self.checked(name)
 
 
 encode_record = msgspec.json.Encoder().encode

@@ -293,15 +293,14 @@ def test_a_block_takes_less_than_120_bytes(blocks: int) -> None:
         links(root(size, "", ""), token_bytes(rng.randrange(100_000) for _ in range(size * 500)), size)
         for _ in range(blocks // 500)
     ]
-    names = [rng.getrandbits(64) for _ in range(blocks)]
+    names = [rng.randbytes(8) for _ in range(blocks)]
     gc.collect()
     tracemalloc.start()
     try:
         begun = tracemalloc.get_traced_memory()[0]
         for number, chain in enumerate(chains):
             for at, block in enumerate(chain):
-                shelves[number % 2].put(names[number * 500 + at], block + 0)
-                index.put(block, shelves[number % 2])
+                index.put(shelves[number % 2], names[number * 500 + at], [block])
         taken = tracemalloc.get_traced_memory()[0] - begun
     finally:
         tracemalloc.stop()

@@ -470,8 +470,8 @@ async def test_what_a_worker_had_is_kept_by_nobody_when_it_is_forgotten(publishe
         await follower.has(ONE, 20)
         shelf = next(iter(follower.feed.holdings.shelves.values()))
         other = type(shelf)(SIZE)
-        for block in list(shelf.ours()):
-            follower.index.put(block, other)
+        blocks = list(shelf.ours())
+        follower.index.put(other, b"".join(number.to_bytes(8) for number in range(len(blocks))), blocks)
         follower.target.forget()
         follower.feeds.ready(follower.feed)
         await follower.until(lambda: shelf.dead and not len(shelf))

@@ -8,6 +8,8 @@ block. The index says which shelves hold a block.
 which other shelves share, and 20 for its two hashes on the shelf. The index is in tables of different sizes, so that
 they do not all grow at once: that would take twice the memory, and stop the loop for as long as it takes.
 
+**Time.** Blocks come and go by events, many at once, and are handled as many at once: what a block costs is mostly calls.
+
 Hashes have 60 bits, which Python has in 32 bytes. Of a million blocks two are equal with a chance of 4 in ten million.
 """
 
@@ -15,20 +17,24 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 _BITS = (1 << 60) - 1
 _TABLES = 16
-_ROUTES = 256
-_BUCKETS = 2048
-_KEY = 8
-_RECORD = 2 * _KEY
-_number = struct.Struct("<Q")
-_pack: Callable[[int], bytes] = _number.pack
-_unpack: Callable[[bytearray, int], tuple[int]] = _number.unpack_from
+_ROUTES = 255
+_BUCKETS = 2047
+"""Both as the bits of a number that say which."""
+NAME = 8
+"""Bytes of what a worker calls a block."""
+_RECORD = 2 * NAME
+_each_name = struct.Struct(f"{NAME}s").iter_unpack
+_each_record = struct.Struct(f"{NAME}s{_RECORD}s").iter_unpack
+_ours = struct.Struct("=Q").unpack_from
 _MOST_SETS = 20_000
 _A_PIECE = 256
 """Blocks after which whoever sweeps may pause."""
+_CHAINED = 64
+"""Blocks of a prompt that are hashed before it is looked whether anybody has them."""
 
 
 def token_bytes(tokens: Iterable[int]) -> bytes:
@@ -47,17 +53,23 @@ def root(block_size: int, adapter: str, salt: str) -> int:
 def links(before: int, tokens: bytes, block_size: int) -> list[int]:
     """The hashes of the full blocks of `tokens` (`token_bytes`), which follow on `before`."""
     width = 4 * block_size
-    found = []
-    for at in range(0, len(tokens) - width + 1, width):
-        before = hash((before, tokens[at : at + width])) & _BITS
-        found.append(before)
-    return found
+    blocks = struct.iter_unpack(f"{width}s", tokens[: len(tokens) // width * width])
+    return [before := hash((before, block)) & _BITS for (block,) in blocks]
+
+
+def chained(before: int, tokens: bytes, block_size: int) -> Iterator[int]:
+    """As `links`, for whoever may not want them all."""
+    width = 4 * block_size * _CHAINED
+    for at in range(0, len(tokens), width):
+        found = links(before, tokens[at : at + width], block_size)
+        yield from found
+        before = found[-1] if found else before
 
 
 class Shelf:
-    """The blocks of one target, in one group of its cache, by what its worker calls them."""
+    """The blocks of one target, in one group of its cache, by what its worker calls them: names of eight bytes."""
 
-    __slots__ = ("_buckets", "_count", "alone", "block_size", "dead")
+    __slots__ = ("alone", "block_size", "buckets", "dead")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -65,67 +77,39 @@ class Shelf:
         self.alone: tuple[Shelf, ...] = (self,)
         self.dead = False
         """What was on it is not known any more."""
-        self._buckets = [bytearray() for _ in range(_BUCKETS)]
-        """Records of a worker's hash and ours, by a part of the former."""
-        self._count = 0
+        self.buckets = [bytearray() for _ in range(_BUCKETS + 1)]
+        """Records of a block's name and our hash of it, by a part of the former."""
 
     def __len__(self) -> int:
-        return self._count
+        return sum(map(len, self.buckets)) // _RECORD
 
-    def find(self, theirs: int) -> int | None:
+    def find(self, name: bytes) -> int | None:
         """Our hash of a block; None: it is not here."""
-        bucket = self._buckets[theirs % _BUCKETS]
-        key = _pack(theirs)
-        at = bucket.find(key)
-        if at % _RECORD:
-            at = _record(bucket, key, at)
-        return None if at < 0 else _unpack(bucket, at + _KEY)[0]
-
-    def put(self, theirs: int, ours: int) -> int | None:
-        """A block is here. Returns what was here under the same name, and is no more."""
-        bucket = self._buckets[theirs % _BUCKETS]
-        key = _pack(theirs)
-        at = bucket.find(key)
-        if at % _RECORD:
-            at = _record(bucket, key, at)
-        if at < 0:
-            bucket += key
-            bucket += _pack(ours)
-            self._count += 1
-            return None
-        (before,) = _unpack(bucket, at + _KEY)
-        bucket[at + _KEY : at + _RECORD] = _pack(ours)
-        return before if before != ours else None
-
-    def take(self, theirs: int) -> int | None:
-        """It is not here any more. Returns our hash of it; None: it was not."""
-        bucket = self._buckets[theirs % _BUCKETS]
-        key = _pack(theirs)
-        at = bucket.find(key)
-        if at % _RECORD:
-            at = _record(bucket, key, at)
-        if at < 0:
-            return None
-        (ours,) = _unpack(bucket, at + _KEY)
-        bucket[at : at + _RECORD] = bucket[-_RECORD:]
-        del bucket[-_RECORD:]
-        self._count -= 1
-        return ours
-
-    def clear(self) -> None:
-        self._buckets, self._count = [], 0
+        (number,) = _numbers(name)
+        bucket = self.buckets[number]
+        at = _place(bucket, name)
+        return None if at < 0 else _ours(bucket, at + NAME)[0]
 
     def ours(self) -> Iterator[int]:
         """Our hashes of all."""
-        for bucket in self._buckets:
-            for at in range(_KEY, len(bucket), _RECORD):
-                yield _unpack(bucket, at)[0]
+        for bucket in self.buckets:
+            yield from _blocks(bucket)
 
 
-def _record(bucket: bytearray, key: bytes, at: int) -> int:
-    """Where the record of a key begins, which was found at a place that is none; -1: there is none."""
-    while at % _RECORD and at >= 0:
-        at = bucket.find(key, at + 1)
+def _numbers(names: bytes) -> list[int]:
+    """Of the buckets in which some names are."""
+    return [low & _BUCKETS for low in array("H", names)[:: NAME // 2]]
+
+
+def _blocks(bucket: bytearray) -> array[int]:
+    return array("Q", bytes(bucket))[1::2]
+
+
+def _place(bucket: bytearray, name: bytes) -> int:
+    """Where the record of a name begins; -1: there is none."""
+    at = bucket.find(name)
+    while at >= 0 and at % _RECORD:
+        at = bucket.find(name, at + 1)
     return at
 
 
@@ -136,8 +120,9 @@ class Index:
         tables: list[dict[int, tuple[Shelf, ...]]] = [{} for _ in range(_TABLES)]
         # Each is larger than the one before it, the last twice as large as the first.
         sizes = [2 ** (number / _TABLES) for number in range(_TABLES)]
-        ends = [sum(sizes[: number + 1]) / sum(sizes) * _ROUTES for number in range(_TABLES)]
-        self._tables = [next(t for t, end in zip(tables, ends, strict=True) if route < end) for route in range(_ROUTES)]
+        ends = [sum(sizes[: number + 1]) / sum(sizes) * (_ROUTES + 1) for number in range(_TABLES)]
+        routes = range(_ROUTES + 1)
+        self._tables = [next(t for t, end in zip(tables, ends, strict=True) if route < end) for route in routes]
         self._each = tables
         self._sets: dict[tuple[Shelf, ...], tuple[Shelf, ...]] = {}
         """Blocks that the same shelves hold have these in one tuple."""
@@ -146,42 +131,86 @@ class Index:
         """Blocks."""
         return sum(map(len, self._each))
 
-    def put(self, block: int, shelf: Shelf) -> None:
-        table = self._tables[block % _ROUTES]
-        holders = table.get(block)
-        if holders is None:
-            table[block] = shelf.alone
-        elif shelf not in holders:
-            table[block] = self._shared((*(each for each in holders if not each.dead), shelf))
-
-    def take(self, block: int, shelf: Shelf) -> None:
-        table = self._tables[block % _ROUTES]
-        holders = table.get(block)
-        if holders is shelf.alone:
-            del table[block]
-        elif holders is not None and shelf in holders:
-            left = tuple(each for each in holders if each is not shelf and not each.dead)
-            if left:
-                table[block] = self._shared(left)
+    def put(self, shelf: Shelf, names: bytes, blocks: list[int]) -> None:
+        """They are on a shelf, each by its name. What was there under the same names is no more."""
+        buckets, tables, alone = shelf.buckets, self._tables, shelf.alone
+        records = array("Q", bytes(3 * len(names)))
+        records[::3] = records[1::3] = array("Q", names)
+        records[2::3] = array("Q", blocks)
+        before = after = alone
+        for number, (name, record), block in zip(
+            _numbers(names), _each_record(records.tobytes()), blocks, strict=True
+        ):
+            bucket = buckets[number]
+            if name in bucket and (at := _place(bucket, name)) >= 0:
+                (other,) = _ours(bucket, at + NAME)
+                if other != block:
+                    bucket[at : at + _RECORD] = record
+                    self._take(shelf, (other,))
             else:
+                bucket += record
+            holders = tables[block & _ROUTES].setdefault(block, alone)
+            if holders is not alone:
+                if holders is not before:
+                    # Blocks that follow each other mostly have the same holders.
+                    before, after = holders, self._with(holders, shelf)
+                tables[block & _ROUTES][block] = after
+
+    def take(self, shelf: Shelf, names: bytes) -> None:
+        """They are not on the shelf any more."""
+        buckets, blocks = shelf.buckets, []
+        for number, (name,) in zip(_numbers(names), _each_name(names), strict=True):
+            bucket = buckets[number]
+            at = _place(bucket, name)
+            if at >= 0:
+                blocks.append(_ours(bucket, at + NAME)[0])
+                del bucket[at : at + _RECORD]
+        self._take(shelf, blocks)
+
+    def _take(self, shelf: Shelf, blocks: Iterable[int]) -> None:
+        tables, alone = self._tables, shelf.alone
+        before: tuple[Shelf, ...] = ()
+        after: tuple[Shelf, ...] = ()
+        for block in blocks:
+            table = tables[block & _ROUTES]
+            holders = table.get(block)
+            if holders is alone:
                 del table[block]
+            elif holders is not None:
+                if holders is not before:
+                    before, after = holders, self._without(holders, shelf)
+                if after:
+                    table[block] = after
+                else:
+                    del table[block]
+
+    def _with(self, holders: tuple[Shelf, ...], shelf: Shelf) -> tuple[Shelf, ...]:
+        if shelf in holders:
+            return holders
+        return self._shared((*(each for each in holders if not each.dead), shelf))
+
+    def _without(self, holders: tuple[Shelf, ...], shelf: Shelf) -> tuple[Shelf, ...]:
+        if shelf not in holders:
+            return holders
+        return self._shared(tuple(each for each in holders if each is not shelf and not each.dead))
 
     def _shared(self, holders: tuple[Shelf, ...]) -> tuple[Shelf, ...]:
-        if len(holders) == 1:
-            return holders[0].alone
+        if len(holders) < 2:
+            return holders[0].alone if holders else ()
         if len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(holders, holders)
 
-    def find(self, chain: Sequence[int]) -> dict[Shelf, int]:
-        """How many of a chain's first blocks each shelf holds, of those that hold any."""
+    def find(self, chain: Iterable[int]) -> dict[Shelf, int]:
+        """How many of a chain's first blocks each shelf holds, of those that hold any. No more of it is asked for than
+        somebody may have."""
         tables = self._tables
         found: dict[Shelf, int] = {}
         before: tuple[Shelf, ...] = ()
         left: set[Shelf] = set()
-        number = 0
+        number = -1
         for number, block in enumerate(chain):
-            holders = tables[block % _ROUTES].get(block)
+            holders = tables[block & _ROUTES].get(block)
             if holders is before:
                 continue
             if not number:
@@ -197,9 +226,13 @@ class Index:
 
     def sweep(self, shelf: Shelf) -> Iterator[None]:
         """Forget a shelf that is dead, in pieces."""
-        for number, block in enumerate(shelf.ours(), 1):
-            self.take(block, shelf)
-            if not number % _A_PIECE:
+        blocks = array("Q")
+        for bucket in filter(None, shelf.buckets):
+            blocks += _blocks(bucket)
+            if len(blocks) >= _A_PIECE:
+                self._take(shelf, blocks)
+                del blocks[:]
                 yield
-        shelf.clear()
+        self._take(shelf, blocks)
+        shelf.buckets = []
         self._sets.clear()  # its tuples keep shelves that are dead

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tracemalloc
 from collections.abc import Sequence
 from typing import Any
@@ -306,6 +307,19 @@ def test_a_block_takes_less_than_120_bytes(blocks: int) -> None:
         tracemalloc.stop()
     # The hashes themselves were there before.
     assert taken / len(index) + 32 < 120
+
+
+def test_a_name_is_not_found_across_two_others(index: Index) -> None:
+    shelf, name, across = Shelf(SIZE), bytes([0] * 7 + [1]), bytes([0, 0, 0, 1, 7, 0, 0, 0])
+    seven = int.from_bytes(bytes([7] + [0] * 7), sys.byteorder)
+    index.put(shelf, name, [seven])
+    assert name + seven.to_bytes(8, sys.byteorder) in shelf.buckets[0]
+    assert across in shelf.buckets[0]
+    assert shelf.find(across) is None
+    index.take(shelf, across)
+    assert shelf.find(name) == seven
+    index.put(shelf, across, [5])
+    assert (shelf.find(name), shelf.find(across), len(shelf), len(index)) == (seven, 5, 2, 2)
 
 
 def test_a_shelf_is_swept_in_pieces(index: Index) -> None:

@@ -125,7 +125,7 @@ class Prompt:
 
     @property
     def waits(self) -> bool:
-        return not self._read
+        return not self._read and self._guessed.counts
 
     async def read(self) -> None:
         self._read = True

@@ -119,12 +119,12 @@ def by_cache(candidates: Candidates[Target]) -> Target:
     if prompt is None or candidates.trial:
         return least_loaded(candidates)
     shares = {target: share for target, share in prompt.shares().items() if target in candidates and not target.full}
-    common = _common(shares, len(candidates))
     few = candidates.few()
     usual = _usual(few) if few else None
     ahead = _ahead(shares) if usual else None
-    if usual and ahead and shares[ahead] > common and not any(_above(ahead, candidates, usual)):
+    if usual and ahead and not any(_above(ahead, candidates, usual)):
         return ahead  # nobody's score is as high: no hash is needed
+    common = _common(shares, len(candidates))
     name = prompt.name(common)
     if not name:
         return least_loaded(candidates)

@@ -85,9 +85,8 @@ class Shelf:
 
     def find(self, name: bytes) -> int | None:
         """Our hash of a block; None: it is not here."""
-        (number,) = _numbers(name)
-        bucket = self.buckets[number]
-        at = _place(bucket, name)
+        bucket = self.buckets[_lows(name)[0] & _BUCKETS]
+        at = _place(bucket, name, bucket.find(name))
         return None if at < 0 else _ours(bucket, at + NAME)[0]
 
     def ours(self) -> Iterator[int]:
@@ -96,18 +95,17 @@ class Shelf:
             yield from _blocks(bucket)
 
 
-def _numbers(names: bytes) -> list[int]:
-    """Of the buckets in which some names are."""
-    return [low & _BUCKETS for low in array("H", names)[:: NAME // 2]]
+def _lows(names: bytes) -> array[int]:
+    """Of each name the bits that say in which bucket it is, and some more."""
+    return array("H", names)[:: NAME // 2]
 
 
 def _blocks(bucket: bytearray) -> array[int]:
     return array("Q", bytes(bucket))[1::2]
 
 
-def _place(bucket: bytearray, name: bytes) -> int:
-    """Where the record of a name begins; -1: there is none."""
-    at = bucket.find(name)
+def _place(bucket: bytearray, name: bytes, at: int) -> int:
+    """Where the record of a name begins, which was found at `at`, be that in a record; -1: there is none."""
     while at >= 0 and at % _RECORD:
         at = bucket.find(name, at + 1)
     return at
@@ -138,17 +136,18 @@ class Index:
         records[::3] = records[1::3] = array("Q", names)
         records[2::3] = array("Q", blocks)
         before = after = alone
-        for number, (name, record), block in zip(
-            _numbers(names), _each_record(records.tobytes()), blocks, strict=True
-        ):
-            bucket = buckets[number]
-            if name in bucket and (at := _place(bucket, name)) >= 0:
+        for low, (name, record), block in zip(_lows(names), _each_record(records.tobytes()), blocks, strict=True):
+            bucket = buckets[low & _BUCKETS]
+            at = bucket.find(name)
+            if at >= 0:
+                at = _place(bucket, name, at)
+            if at < 0:
+                bucket += record
+            else:
                 (other,) = _ours(bucket, at + NAME)
                 if other != block:
                     bucket[at : at + _RECORD] = record
                     self._take(shelf, (other,))
-            else:
-                bucket += record
             holders = tables[block & _ROUTES].setdefault(block, alone)
             if holders is not alone:
                 if holders is not before:
@@ -158,10 +157,12 @@ class Index:
 
     def take(self, shelf: Shelf, names: bytes) -> None:
         """They are not on the shelf any more."""
-        buckets, blocks = shelf.buckets, []
-        for number, (name,) in zip(_numbers(names), _each_name(names), strict=True):
-            bucket = buckets[number]
-            at = _place(bucket, name)
+        buckets, blocks = shelf.buckets, array("Q")
+        for low, (name,) in zip(_lows(names), _each_name(names), strict=True):
+            bucket = buckets[low & _BUCKETS]
+            at = bucket.find(name)
+            if at % _RECORD:
+                at = _place(bucket, name, at)
             if at >= 0:
                 blocks.append(_ours(bucket, at + NAME)[0])
                 del bucket[at : at + _RECORD]

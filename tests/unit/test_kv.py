@@ -98,7 +98,7 @@ def test_what_is_stored_is_there_and_what_is_removed_is_not(engine: Engine) -> N
     assert engine.overlap(ONE) == 12  # what follows on it is there, and of no use
     engine.tell(engine.stored(ONE[:16], 3))
     assert engine.overlap(ONE) == 20
-    engine.tell(engine.stored(ONE))  # it may be told again
+    engine.tell(engine.stored(ONE), engine.stored([]), engine.removed())  # it may be told again
     engine.tell({"type": "AllBlocksCleared"})
     assert engine.overlap(ONE) == 0
     assert len(engine.index) == 0

@@ -11,10 +11,9 @@ whoever reads the batches has `forget` called when one may be missing (`feeds`).
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -116,11 +115,7 @@ class Holdings:
         adapter = event.get("lora_name")
         keys = event.get("extra_keys")
         parent = event.get("parent_block_hash")
-        if (
-            (adapter is None) != (event.get("lora_id") is None)
-            or not isinstance(keys, list)
-            or len(keys) != count
-        ):
+        if (adapter is None) != (event.get("lora_id") is None) or not isinstance(keys, list) or len(keys) != count:
             # Which adapter, or which salt or pictures, is not said.
             yield from self._passed_over(shelf, names)
             return
@@ -172,11 +167,17 @@ def _group(event: Event) -> int:
 def _names(event: Event) -> bytes:
     """What the worker calls its blocks, as shelves have it: its hashes, or eight bytes of each."""
     hashes = event.get("block_hashes")
-    if not isinstance(hashes, list):
-        raise ValueError("no hashes of blocks")
-    if set(map(type, hashes)) == {int}:  # nearly always
-        with contextlib.suppress(OverflowError):  # with a sign
+    if isinstance(hashes, list):
+        return _name(hashes[0]) if len(hashes) == 1 else _packed(hashes)
+    raise ValueError("no hashes of blocks")
+
+
+def _packed(hashes: list[Any]) -> bytes:
+    if set(map(type, hashes)) == {int}:
+        try:
             return array("Q", hashes).tobytes()
+        except OverflowError:
+            pass  # with a sign
     return b"".join(map(_name, hashes))
 
 
@@ -188,10 +189,11 @@ def _name(said: Any) -> bytes:
     raise ValueError(f"no hash of a block: {said!r:.40}")
 
 
-def _pieces(names: bytes) -> Iterator[bytes]:
+def _pieces(names: bytes) -> Iterable[bytes]:
     """Of as many blocks as are handled at once."""
-    for at in range(0, len(names), NAME * _A_PIECE):
-        yield names[at : at + NAME * _A_PIECE]
+    if len(names) <= NAME * _A_PIECE:
+        return (names,) if names else ()
+    return (names[at : at + NAME * _A_PIECE] for at in range(0, len(names), NAME * _A_PIECE))
 
 
 def _salt(keys: Any, adapter: str | None) -> str | None:

@@ -8,7 +8,9 @@ block. The index says which shelves hold a block.
 which other shelves share, and 20 for its two hashes on the shelf. The index is in tables of different sizes, so that
 they do not all grow at once: that would take twice the memory, and stop the loop for as long as it takes.
 
-**Time.** Blocks come and go by events, many at once, and are handled as many at once: what a block costs is mostly calls.
+**Time.** Many blocks come and go at once, and are handled so: calls are the most of what a block costs. So `put` and
+`take` find a name by themselves, and ask `_place` only where it may stand across two records: asked each time, it would
+be 12 % of a `put` and 5 % of a `take`.
 
 Hashes have 60 bits, which Python has in 32 bytes. Of a million blocks two are equal with a chance of 4 in ten million.
 """
@@ -28,8 +30,9 @@ NAME = 8
 """Bytes of what a worker calls a block."""
 _RECORD = 2 * NAME
 _each_name = struct.Struct(f"{NAME}s").iter_unpack
-_each_record = struct.Struct(f"{NAME}s{_RECORD}s").iter_unpack
+_record = struct.Struct(f"={NAME}sQ").pack
 _ours = struct.Struct("=Q").unpack_from
+_low = struct.Struct("=H").unpack_from
 _MOST_SETS = 20_000
 _A_PIECE = 256
 """Blocks after which whoever sweeps may pause."""
@@ -53,6 +56,8 @@ def root(block_size: int, adapter: str, salt: str) -> int:
 def links(before: int, tokens: bytes, block_size: int) -> list[int]:
     """The hashes of the full blocks of `tokens` (`token_bytes`), which follow on `before`."""
     width = 4 * block_size
+    if len(tokens) == width:
+        return [hash((before, tokens)) & _BITS]
     blocks = struct.iter_unpack(f"{width}s", tokens[: len(tokens) // width * width])
     return [before := hash((before, block)) & _BITS for (block,) in blocks]
 
@@ -85,7 +90,7 @@ class Shelf:
 
     def find(self, name: bytes) -> int | None:
         """Our hash of a block; None: it is not here."""
-        bucket = self.buckets[_lows(name)[0] & _BUCKETS]
+        bucket = self.buckets[_low(name)[0] & _BUCKETS]
         at = _place(bucket, name, bucket.find(name))
         return None if at < 0 else _ours(bucket, at + NAME)[0]
 
@@ -95,9 +100,11 @@ class Shelf:
             yield from _blocks(bucket)
 
 
-def _lows(names: bytes) -> array[int]:
-    """Of each name the bits that say in which bucket it is, and some more."""
-    return array("H", names)[:: NAME // 2]
+def _each(names: bytes) -> Iterable[tuple[int, bytes]]:
+    """Each name, and before it the bits of it that say in which bucket it is, with some more."""
+    if len(names) == NAME:  # most events are of one block, or of very many
+        return ((_low(names)[0], names),)
+    return zip(array("H", names)[:: NAME // 2], [name for (name,) in _each_name(names)])  # noqa: B905
 
 
 def _blocks(bucket: bytearray) -> array[int]:
@@ -132,33 +139,31 @@ class Index:
     def put(self, shelf: Shelf, names: bytes, blocks: list[int]) -> None:
         """They are on a shelf, each by its name. What was there under the same names is no more."""
         buckets, tables, alone = shelf.buckets, self._tables, shelf.alone
-        records = array("Q", bytes(3 * len(names)))
-        records[::3] = records[1::3] = array("Q", names)
-        records[2::3] = array("Q", blocks)
         before = after = alone
-        for low, (name, record), block in zip(_lows(names), _each_record(records.tobytes()), blocks, strict=True):
+        for (low, name), block in zip(_each(names), blocks):  # noqa: B905 (strict costs more than the call)
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
             if at >= 0:
                 at = _place(bucket, name, at)
             if at < 0:
-                bucket += record
+                bucket += _record(name, block)
             else:
                 (other,) = _ours(bucket, at + NAME)
                 if other != block:
-                    bucket[at : at + _RECORD] = record
+                    bucket[at : at + _RECORD] = _record(name, block)
                     self._take(shelf, (other,))
-            holders = tables[block & _ROUTES].setdefault(block, alone)
+            table = tables[block & _ROUTES]
+            holders = table.setdefault(block, alone)
             if holders is not alone:
                 if holders is not before:
                     # Blocks that follow each other mostly have the same holders.
                     before, after = holders, self._with(holders, shelf)
-                tables[block & _ROUTES][block] = after
+                table[block] = after
 
     def take(self, shelf: Shelf, names: bytes) -> None:
         """They are not on the shelf any more."""
-        buckets, blocks = shelf.buckets, array("Q")
-        for low, (name,) in zip(_lows(names), _each_name(names), strict=True):
+        buckets, blocks = shelf.buckets, []
+        for low, name in _each(names):
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
             if at % _RECORD:

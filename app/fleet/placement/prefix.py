@@ -31,8 +31,8 @@ class Prefixes:
         self._most = max(1, memory // BYTES_A_BLOCK // _GENERATIONS)
         """Blocks of a generation."""
         self._generations: list[dict[int, tuple[Cache, ...]]] = [{}]
-        """The youngest first. A block is in one of them, and what is before it in a prompt in the same one or a younger:
-        it was used whenever that was. So whoever has a block has what is before it."""
+        """The youngest first. A block is in one of them, and what is before it in a prompt is in the same one or in a
+        younger: it was used whenever that was. So whoever has a block has what is before it."""
 
     def __len__(self) -> int:
         """Blocks that are known."""

@@ -180,7 +180,10 @@ class Simulation:
             self._go_on(running, turn, now)
         plan = engine.begin(now, _ALL)
         if plan is not None:
-            self._announce(target, plan.end)
+            # As `_announce`, without a call.
+            self._versions[target] = number = self._number
+            heappush(self._ends, (plan.end, number, target))
+            self._number = number + 1
 
     @staticmethod
     def _is_last(running: _Running) -> bool:

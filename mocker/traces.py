@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import overload
 
@@ -123,15 +124,15 @@ class _Maker:
         self._prompts = [
             [self._prompt(model, number) for number in range(wanted.prompts)] for model in range(wanted.models)
         ]
-        self._weights = [1 / (1 + number) for number in range(wanted.prompts)]
 
     def sessions(self) -> Iterator[Session]:
         rng, wanted, now = self._rng, self._wanted, 0.0
         models, prompts = range(wanted.models), range(wanted.prompts)
+        often_models, often_prompts = _first_most_often(models), _first_most_often(prompts)
         for _ in range(wanted.sessions):
             now += rng.expovariate(wanted.rate)
-            model = rng.choices(models, [1 / (1 + each) for each in models])[0]
-            (prompt,) = rng.choices(prompts, self._weights)
+            (model,) = rng.choices(models, cum_weights=often_models)
+            (prompt,) = rng.choices(prompts, cum_weights=often_prompts)
             yield self._session(model, prompt, now, None)
 
     def _prompt(self, model: int, number: int) -> tuple[int, tuple[int, ...]]:
@@ -147,13 +148,15 @@ class _Maker:
         rng, wanted = self._rng, self._wanted
         tokens, common = self._prompts[model][number]
         turns = []
-        count = 1
-        while wanted.turns > 1 and rng.random() < 1 - 1 / wanted.turns and count < 8 * wanted.turns:
+        count, random = 1, rng.random
+        while wanted.turns > 1 and random() < 1 - 1 / wanted.turns and count < 8 * wanted.turns:
             count += 1
+        turn_tokens, answer_tokens, pauses = wanted.turn_tokens, wanted.answer_tokens, wanted.gap
         for place in range(count):
-            tokens += self._about(wanted.turn_tokens)
-            answer = self._about(wanted.answer_tokens)
-            gap = rng.expovariate(1 / wanted.gap) * (6 if rng.random() < 0.1 else 1) if wanted.gap else 0.0
+            # As `_about`, without a call.
+            tokens += round((0.5 + random()) * turn_tokens) or 1
+            answer = round((0.5 + random()) * answer_tokens) or 1
+            gap = rng.expovariate(1 / pauses) * (6 if random() < 0.1 else 1) if pauses else 0.0
             turns.append(Turn(tokens, answer, gap if place else 0.0))
             tokens += answer
         blocks = tokens // self._size
@@ -166,6 +169,11 @@ class _Maker:
                     # Of the same application: its prompt is one of the model's.
                     turn.children.append(self._session(model, rng.randrange(wanted.prompts), start, session))
         return session
+
+
+def _first_most_often(numbers: range) -> list[float]:
+    """As weights that are summed up."""
+    return list(accumulate(1 / (1 + number) for number in numbers))
 
 
 class _Record(msgspec.Struct):

@@ -155,12 +155,16 @@ class Candidates(Collection[T]):
         """Those to compare by load: all, or `_ALL` of them."""
         return self._window(self._placements * _ALL, _ALL)
 
-    def beside(self, walk: list[T]) -> Sequence[T]:
-        """Those to compare with the walk's, and these: all, or of many the walk's alone, which are as good as any."""
+    def few(self) -> Sequence[T]:
+        """All, where they are so few that all are compared whatever the walk; of more none."""
         targets = self._lineup.targets
         if len(targets) > _ALL:
-            return walk
+            return ()
         return self._with_room(targets) if self._room else targets
+
+    def beside(self, walk: list[T]) -> Sequence[T]:
+        """Those to compare with the walk's, and these: all, or of many the walk's alone, which are as good as any."""
+        return self.few() or walk
 
     def _window(self, begin: int, size: int) -> tuple[T, ...]:
         targets = self._lineup.targets

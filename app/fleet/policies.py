@@ -119,30 +119,43 @@ def by_cache(candidates: Candidates[Target]) -> Target:
     if prompt is None or candidates.trial:
         return least_loaded(candidates)
     shares = {target: share for target, share in prompt.shares().items() if target in candidates and not target.full}
+    few = candidates.few()
+    usual = _usual(few) if few else None
+    ahead = _ahead(shares) if usual else None
+    if usual and ahead and not any(_above(ahead, candidates, usual)):
+        return ahead  # nobody's score is as high: no hash is needed
     common = _common(shares, len(candidates))
     name = prompt.name(common)
     if not name:
         return least_loaded(candidates)
     walk = candidates.walk(name)
-    compared = candidates.beside(walk)
-    load, sessions = _usual(compared)
-    other = _first_with_room(walk, compared, load, sessions)
-
-    def above(target: Target) -> tuple[float, float]:
-        """How much more than usual it has, in turns and in sessions."""
-        turns = max(0.0, _weight(target, load) - load - _FEW) / (load + 1)
-        if not candidates.key:
-            return turns, 0.0
-        settled = target.settled + target.worker.newness * sessions
-        return turns, max(0.0, settled - sessions - _FEW) / (sessions + 1)
-
-    best, most = other, shares.get(other, 0.0) - _CACHED_FOR_LOAD * sum(above(other))
+    compared = few or walk
+    usual = usual or _usual(compared)
+    other = _first_with_room(walk, compared, *usual)
+    best, most = other, shares.get(other, 0.0) - _CACHED_FOR_LOAD * sum(_above(other, candidates, usual))
     for target, share in shares.items():
-        turns, settled = above(target)
+        turns, settled = _above(target, candidates, usual)
         score = share - _CACHED_FOR_LOAD * (turns + settled)
         if score > most and share > common and turns <= _AT_MOST and settled <= _AT_MOST:
             best, most = target, score
     return best
+
+
+def _ahead(shares: Mapping[Target, float]) -> Target | None:
+    """Who has more of a prompt than all others; None: nobody."""
+    most = max(shares.values(), default=0.0)
+    having = [target for target, share in shares.items() if share == most]
+    return having[0] if len(having) == 1 else None
+
+
+def _above(target: Target, candidates: Candidates[Target], usual: tuple[float, float]) -> tuple[float, float]:
+    """How much more than usual it has, in turns and in sessions."""
+    load, sessions = usual
+    turns = max(0.0, _weight(target, load) - load - _FEW) / (load + 1)
+    if not candidates.key:
+        return turns, 0.0
+    settled = target.settled + target.worker.newness * sessions
+    return turns, max(0.0, settled - sessions - _FEW) / (sessions + 1)
 
 
 def _common(shares: Mapping[Target, float], count: int) -> float:

@@ -60,23 +60,26 @@ class Fields(msgspec.Struct):
         return {}
 
 
+_ABSENT = msgspec.Raw()
+
+
 class PromptFields(Fields):
     """Those that tell of its prompt as well, as they stand there."""
 
-    tools: msgspec.Raw = msgspec.Raw()
-    system: msgspec.Raw = msgspec.Raw()
-    instructions: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    cache_salt: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = _ABSENT
+    system: msgspec.Raw = _ABSENT
+    instructions: msgspec.Raw = _ABSENT
+    messages: msgspec.Raw = _ABSENT
+    prompt: msgspec.Raw = _ABSENT
+    input: msgspec.Raw = _ABSENT
+    cache_salt: msgspec.Raw = _ABSENT
 
     @property
     def said(self) -> Mapping[str, msgspec.Raw]:
         found = {}
         for name in self.__struct_fields__[_OTHERS:]:
             value = getattr(self, name)
-            if isinstance(value, msgspec.Raw) and len(value) and value != _NULL:
+            if value is not _ABSENT and isinstance(value, msgspec.Raw) and value != _NULL:
                 found[name] = value
         return found
 
@@ -84,22 +87,22 @@ class PromptFields(Fields):
 class ExactPromptFields(PromptFields):
     """Those that say how it is rendered, too."""
 
-    add_generation_prompt: msgspec.Raw = msgspec.Raw()
-    continue_final_message: msgspec.Raw = msgspec.Raw()
-    add_special_tokens: msgspec.Raw = msgspec.Raw()
-    chat_template: msgspec.Raw = msgspec.Raw()
-    chat_template_kwargs: msgspec.Raw = msgspec.Raw()
-    reasoning_effort: msgspec.Raw = msgspec.Raw()
-    documents: msgspec.Raw = msgspec.Raw()
-    tool_choice: msgspec.Raw = msgspec.Raw()
-    response_format: msgspec.Raw = msgspec.Raw()
-    mm_processor_kwargs: msgspec.Raw = msgspec.Raw()
-    prompt_embeds: msgspec.Raw = msgspec.Raw()
-    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw()
-    structured_outputs: msgspec.Raw = msgspec.Raw()
-    functions: msgspec.Raw = msgspec.Raw()
-    include_reasoning: msgspec.Raw = msgspec.Raw()
-    kv_transfer_params: msgspec.Raw = msgspec.Raw()
+    add_generation_prompt: msgspec.Raw = _ABSENT
+    continue_final_message: msgspec.Raw = _ABSENT
+    add_special_tokens: msgspec.Raw = _ABSENT
+    chat_template: msgspec.Raw = _ABSENT
+    chat_template_kwargs: msgspec.Raw = _ABSENT
+    reasoning_effort: msgspec.Raw = _ABSENT
+    documents: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = _ABSENT
+    response_format: msgspec.Raw = _ABSENT
+    mm_processor_kwargs: msgspec.Raw = _ABSENT
+    prompt_embeds: msgspec.Raw = _ABSENT
+    truncate_prompt_tokens: msgspec.Raw = _ABSENT
+    structured_outputs: msgspec.Raw = _ABSENT
+    functions: msgspec.Raw = _ABSENT
+    include_reasoning: msgspec.Raw = _ABSENT
+    kv_transfer_params: msgspec.Raw = _ABSENT
 
 
 Prompts = Literal["no", "yes", "exactly"]

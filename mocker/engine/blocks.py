@@ -146,7 +146,7 @@ class BlockCache:
         meanwhile its own are free again."""
         while run.end < end:
             start = run.end
-            child = run.children.get(chain[start])
+            child = run.children.get(chain[start]) if run.children else None
             if child is None:
                 if run.users == 1 and not run.children and run is not self._root:
                     run.chain, run.end = chain, end
@@ -184,7 +184,7 @@ class BlockCache:
     def _descend(self, chain: Chain, most: int) -> tuple[Run, int]:
         """The run where the longest cached beginning ends, and at which block."""
         run, end = self._root, 0
-        while end < most:
+        while end < most and run.children:
             child = run.children.get(chain[end])
             if child is None:
                 break

@@ -189,22 +189,24 @@ class Scheduler:
     def begin(self, now: float, most: int = 1) -> Plan | None:
         """Decide what is computed from `now` on, in `most` steps at most. None: there is nothing to do. `end` it."""
         assert self._plan is None
-        plan = Plan(now, 1, 0.0, 0.0, [])
-        preempted = self._give_blocks() if self._generating else False
-        budget = self.profile.max_tokens - self._generating
-        if self._prefilling:
-            budget, lost = self._go_on(plan, budget)
-            preempted = preempted or lost
-        if self._waiting and not preempted:
-            self._let_in(plan, budget)
-        if not self._running:
+        if not self._running and not self._waiting:
             return None
+        plan, generating = Plan(now, 1, 0.0, 0.0, []), self._generating
+        preempted = self._give_blocks() if generating and self._due[self._steps % self._size] else False
+        if self._prefilling or self._waiting:
+            budget = self.profile.max_tokens - self._generating
+            if self._prefilling:
+                budget, lost = self._go_on(plan, budget)
+                preempted = preempted or lost
+            if self._waiting and not preempted:
+                self._let_in(plan, budget)
+            if not self._running:
+                return None
         self._time(plan)
+        plan.end = now + plan.first
         if most > 1 and not plan.chunks and not preempted and (steps := self._alike(most)) > 1:
             plan.steps = steps
             plan.end = plan.after(steps)
-        else:
-            plan.end = now + plan.first
         self._plan = plan
         return plan
 
@@ -257,8 +259,6 @@ class Scheduler:
     def _give_blocks(self) -> bool:
         """To those that generate, where a block is full. Returns whether somebody was preempted."""
         due, step = self._due, self._steps % self._size
-        if not due[step]:
-            return False
         preempted = False
         while due[step] > self.cache.room:
             self._preempt()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tracemalloc
 from collections.abc import Sequence
 from typing import Any
@@ -97,7 +98,7 @@ def test_what_is_stored_is_there_and_what_is_removed_is_not(engine: Engine) -> N
     assert engine.overlap(ONE) == 12  # what follows on it is there, and of no use
     engine.tell(engine.stored(ONE[:16], 3))
     assert engine.overlap(ONE) == 20
-    engine.tell(engine.stored(ONE))  # it may be told again
+    engine.tell(engine.stored(ONE), engine.stored([]), engine.removed())  # it may be told again
     engine.tell({"type": "AllBlocksCleared"})
     assert engine.overlap(ONE) == 0
     assert len(engine.index) == 0
@@ -293,20 +294,32 @@ def test_a_block_takes_less_than_120_bytes(blocks: int) -> None:
         links(root(size, "", ""), token_bytes(rng.randrange(100_000) for _ in range(size * 500)), size)
         for _ in range(blocks // 500)
     ]
-    names = [rng.getrandbits(64) for _ in range(blocks)]
+    names = [rng.randbytes(8) for _ in range(blocks)]
     gc.collect()
     tracemalloc.start()
     try:
         begun = tracemalloc.get_traced_memory()[0]
         for number, chain in enumerate(chains):
             for at, block in enumerate(chain):
-                shelves[number % 2].put(names[number * 500 + at], block + 0)
-                index.put(block, shelves[number % 2])
+                index.put(shelves[number % 2], names[number * 500 + at], [block])
         taken = tracemalloc.get_traced_memory()[0] - begun
     finally:
         tracemalloc.stop()
     # The hashes themselves were there before.
     assert taken / len(index) + 32 < 120
+
+
+def test_a_name_is_not_found_across_two_others(index: Index) -> None:
+    shelf, name, across = Shelf(SIZE), bytes([0] * 7 + [1]), bytes([0, 0, 0, 1, 7, 0, 0, 0])
+    seven = int.from_bytes(bytes([7] + [0] * 7), sys.byteorder)
+    index.put(shelf, name, [seven])
+    assert name + seven.to_bytes(8, sys.byteorder) in shelf.buckets[0]
+    assert across in shelf.buckets[0]
+    assert shelf.find(across) is None
+    index.take(shelf, across)
+    assert shelf.find(name) == seven
+    index.put(shelf, across, [5])
+    assert (shelf.find(name), shelf.find(across), len(shelf), len(index)) == (seven, 5, 2, 2)
 
 
 def test_a_shelf_is_swept_in_pieces(index: Index) -> None:

@@ -151,6 +151,7 @@ class Follower:
 async def following(publisher: Publisher, *, replays: bool = True) -> AsyncIterator[Follower]:
     follower = Follower(publisher, replays=replays)
     try:
+        await follower.until(lambda: follower.target in follower.feeds.by_target)
         yield follower
     finally:
         follower.feeds.close()
@@ -336,7 +337,7 @@ async def test_who_is_gone_is_not_followed_and_leaves_nothing(publisher: Publish
     async with knowing(publisher) as (follower, _):
         follower.fleet.remove("w")
         follower.feeds.follow()
-        assert not follower.feeds.by_target
+        await follower.until(lambda: not follower.feeds.by_target)
         await follower.until(lambda: len(follower.index) == 0)
 
 
@@ -355,10 +356,40 @@ async def test_the_loop_goes_round_while_a_long_batch_is_applied(publisher: Publ
         follower.feeds.clock = ticking
         blocks = 64 * 100
         publisher.tell(engine.stored(range(SIZE * blocks)))
-        while len(follower.index) < blocks:
-            await asyncio.sleep(0)
-            rounds += 1
+        async with asyncio.timeout(PATIENCE):
+            while len(follower.index) < blocks:
+                await asyncio.sleep(0)
+                rounds += 1
         assert rounds >= 50
+
+
+async def test_a_fleet_that_comes_and_goes_at_once_is_followed_one_by_one() -> None:
+    """By a clock that stands at the end of each round's time, as above."""
+    now, ranks, rounds = 1000.0, 12, 0
+
+    def ticking() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    worker = make_worker("http://h:1", name="w", ranks=ranks, connect_limit=1, idle_limit=1)
+    worker.spec = WorkerSpec(name="w", url="http://h:1", kv_events="tcp://127.0.0.1:1")
+    fleet = Fleet([worker])
+    feeds = Feeds(fleet, Index(), Metrics(), loop=asyncio.get_running_loop(), clock=ticking)
+    try:
+        async with asyncio.timeout(PATIENCE):
+            for count in (ranks, 0):
+                assert len(feeds.by_target) == ranks - count
+                while len(feeds.by_target) != count:
+                    before = len(feeds.by_target)
+                    await asyncio.sleep(0)
+                    rounds += 1
+                    assert abs(len(feeds.by_target) - before) <= 1
+                fleet.remove("w")
+                feeds.follow()
+        assert rounds >= 2 * ranks
+    finally:
+        feeds.close()
 
 
 def test_where_ranks_publish() -> None:
@@ -417,10 +448,10 @@ async def test_a_place_that_nobody_can_connect_to_is_said_once_and_hinders_nobod
         odd.spec = WorkerSpec(name="odd", url="http://h:2", kv_events="tcp://*:1")  # what no door lets in
         follower.feeds._fleet = Fleet([odd, *follower.fleet])
         await follower.has(ONE, 0)
-        before = len(follower.feeds.by_target)
         for _ in range(3):
             follower.feeds.follow()
-        assert len(follower.feeds.by_target) == before == 1
+            await follower.until(lambda: not follower.feeds._changing)
+        assert len(follower.feeds.by_target) == 1
     assert [record.message.split(":")[0] for record in caplog.records if "cannot be followed" in record.message] == [
         "KV events of worker odd cannot be followed"
     ]
@@ -440,8 +471,8 @@ async def test_what_a_worker_had_is_kept_by_nobody_when_it_is_forgotten(publishe
     async with knowing(publisher) as (follower, _):
         shelf = next(iter(follower.feed.holdings.shelves.values()))
         other = type(shelf)(SIZE)
-        for block in list(shelf.ours()):
-            follower.index.put(block, other)
+        blocks = list(shelf.ours())
+        follower.index.put(other, b"".join(number.to_bytes(8) for number in range(len(blocks))), blocks)
         follower.target.forget()
         follower.feeds.ready(follower.feed)
         await follower.until(lambda: shelf.dead and not len(shelf))

@@ -152,6 +152,25 @@ async def test_what_has_no_exact_tokens_is_not_asked_for(worker: Worker, body: d
         assert len(worker.get("/mock/turns")["turns"]) == before
 
 
+def test_a_prompt_that_is_placed_by_load_anyway_waits_for_no_tokens() -> None:
+    metrics = Metrics()
+    caches = Caches(
+        Fleet([]),
+        metrics,
+        Prefixes(metrics, memory=1 << 20),
+        Tokenizer(metrics, lambda: b"", seconds=PATIENCE),
+        adapter=lambda worker, model: "",
+    )
+
+    def waits(body: dict[str, Any]) -> bool:
+        prompt = caches.prompt(CHAT, "m", FieldReader(prompts="exactly").decode(json.dumps(body).encode()).said)
+        assert prompt is not None
+        assert prompt.waits == bool(prompt.name(0.0))
+        return prompt.waits
+
+    assert [waits(chat(text)) for text in ("hi", "x" * 200, "x" * 256, LONG)] == [False, False, True, True]
+
+
 async def test_without_tokens_it_is_known_what_was_sent(worker: Worker) -> None:
     async with Router(worker, seconds=0.0001) as router:
         body = chat("without " + LONG)

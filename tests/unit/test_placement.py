@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tracemalloc
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from app.fleet import policies
 from app.fleet.health import Tolerance
 from app.fleet.placement.blocks import ENDS, LEAST, Piece, Text, full_blocks
 from app.fleet.placement.prefix import BYTES_A_BLOCK, Prefixes, Prompt
@@ -290,6 +292,36 @@ def test_replicas_that_have_learnt_nothing_choose_alike() -> None:
     assert [one.would_go(one.prompt(each)) for each in systems] == [
         one.at([other.at(number) for number in range(4)].index(other.would_go(other.prompt(each)))) for each in systems
     ]
+
+
+def test_who_is_ahead_is_chosen_as_if_all_had_been_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        named = 0
+
+        def __init__(self, shares: Mapping[Target, float]) -> None:
+            self._shares = shares
+
+        def shares(self) -> Mapping[Target, float]:
+            return self._shares
+
+        def name(self, beyond: float) -> str:
+            Known.named += 1
+            return str(beyond)
+
+    rng, placing = random.Random(3), Placing(workers=5, max_turns=9)
+    targets = [placing.at(number) for number in range(5)]
+    for number in range(200):
+        for target in targets:
+            target.in_flight, target.sessions = rng.randrange(10), rng.randrange(30)
+        known = Known({target: rng.choice((0.2, 0.5, 0.9)) for target in rng.sample(targets, rng.randrange(6))})
+        candidates = placing.fleet.candidates(key=rng.choice(("", str(number))), prompt=known)
+        chosen = by_cache(candidates)
+        named = Known.named
+        with monkeypatch.context() as patched:
+            patched.setattr(policies, "_ahead", lambda shares: None)
+            assert by_cache(candidates) is chosen
+        assert Known.named == named + 1
+    assert 100 < Known.named - 200 < 180  # where nobody is ahead
 
 
 def test_what_all_have_counts_for_nothing() -> None:

@@ -28,7 +28,7 @@ _OCTAVES = 16
 _SIZES = [LEAST << octave for octave in range(_OCTAVES) for _ in range(_OCTAVE * (1 + (octave == 0)))]
 ENDS = tuple(accumulate(_SIZES))
 """Where blocks end, in bytes from the beginning. What is beyond the last, at 256 MiB, counts for nothing."""
-_SPANS = tuple(pairwise((0, *ENDS)))
+_SPANS = tuple(slice(*span) for span in pairwise((0, *ENDS)))
 _NAMED = 4 * LEAST
 """Bytes by which what follows is named."""
 _BITS = (1 << 60) - 1
@@ -80,12 +80,9 @@ class Text:
     @property
     def hashes(self) -> Sequence[int]:
         if self._hashes is None:
-            text = self.text
-            self._hashes = found = []
-            before = hash(self._seed)
-            for begin, end in _SPANS[: full_blocks(len(text))]:
-                before = hash((before, text[begin:end])) & _BITS
-                found.append(before)
+            text, before = self.text, hash(self._seed)
+            blocks = map(text.__getitem__, _SPANS[: full_blocks(len(text))])
+            self._hashes = [before := hash((before, block)) & _BITS for block in blocks]
         return self._hashes
 
     def name(self, blocks: int) -> str:

@@ -11,12 +11,14 @@ whoever reads the batches has `forget` called when one may be missing (`feeds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from app.fleet.placement.index import Index, Shelf, links, root, token_bytes
+from app.fleet.placement.index import NAME, Index, Shelf, links, root, token_bytes
 
 _A_PIECE = 64
 """Blocks after which whoever applies a batch may pause."""
@@ -93,19 +95,17 @@ class Holdings:
         shelf = self.shelves.get(_group(event))
         if shelf is None:
             return
-        for number, theirs in enumerate(_hashes(event), 1):
-            ours = shelf.take(theirs)
-            if ours is not None:
-                self._index.take(ours, shelf)
-            if not number % _A_PIECE:
-                yield
+        for piece in _pieces(_names(event)):
+            self._index.take(shelf, piece)
+            yield
 
     def _stored(self, event: Event) -> Iterator[None]:
-        hashes, size, group = _hashes(event), event.get("block_size"), _group(event)
+        names, size, group = _names(event), event.get("block_size"), _group(event)
+        count = len(names) // NAME
         if type(size) is not int or not 0 < size <= _MOST_BLOCK:
             raise ValueError(f"a block has no {size!r} tokens")
         tokens = event.get("token_ids")
-        if not isinstance(tokens, list) or len(tokens) != size * len(hashes):
+        if not isinstance(tokens, list) or len(tokens) != size * count:
             raise ValueError("not as many tokens as the blocks have")
         shelf = self.shelves.get(group)
         if shelf is None:
@@ -115,52 +115,41 @@ class Holdings:
         adapter = event.get("lora_name")
         keys = event.get("extra_keys")
         parent = event.get("parent_block_hash")
-        if (
-            (adapter is None) != (event.get("lora_id") is None)
-            or not isinstance(keys, list)
-            or len(keys) != len(hashes)
-        ):
+        if (adapter is None) != (event.get("lora_id") is None) or not isinstance(keys, list) or len(keys) != count:
             # Which adapter, or which salt or pictures, is not said.
-            yield from self._passed_over(shelf, hashes)
+            yield from self._passed_over(shelf, names)
             return
-        before = None if parent is None else shelf.find(_hash(parent))
+        before = None if parent is None else shelf.find(_name(parent))
         if parent is not None and before is None:
-            yield from self._passed_over(shelf, hashes)
+            yield from self._passed_over(shelf, names)
             return
         if adapter is None and not any(keys):  # nearly all
-            chain = links(root(size, "", "") if before is None else before, token_bytes(tokens), size)
-            for number, (theirs, ours) in enumerate(zip(hashes, chain, strict=True), 1):
-                other = shelf.put(theirs, ours)
-                if other is not None:
-                    self._index.take(other, shelf)
-                self._index.put(ours, shelf)
-                if not number % _A_PIECE:
-                    yield
+            last = root(size, "", "") if before is None else before
+            for number, piece in enumerate(_pieces(names)):
+                begin = number * _A_PIECE * size
+                blocks = links(last, token_bytes(tokens[begin : begin + _A_PIECE * size]), size)
+                self._index.put(shelf, piece, blocks)
+                last = blocks[-1]
+                yield
             return
-        for number, theirs in enumerate(hashes):
+        for number in range(count):
             salt = _salt(keys[number], adapter)
             if salt is None or (salt and (number or parent is not None)):
-                yield from self._passed_over(shelf, hashes[number:])
+                yield from self._passed_over(shelf, names[number * NAME :])
                 return
             if before is None:
                 before = root(size, adapter or "", salt)
             (before,) = links(before, token_bytes(tokens[number * size : (number + 1) * size]), size)
-            other = shelf.put(theirs, before)
-            if other is not None:
-                self._index.take(other, shelf)
-            self._index.put(before, shelf)
+            self._index.put(shelf, names[number * NAME : (number + 1) * NAME], [before])
             if number % _A_PIECE == _A_PIECE - 1:
                 yield
 
-    def _passed_over(self, shelf: Shelf, hashes: Sequence[int]) -> Iterator[None]:
+    def _passed_over(self, shelf: Shelf, names: bytes) -> Iterator[None]:
         """What was known under these names is not true any more."""
-        self.opaque += len(hashes)
-        for number, theirs in enumerate(hashes, 1):
-            ours = shelf.take(theirs)
-            if ours is not None:
-                self._index.take(ours, shelf)
-            if not number % _A_PIECE:
-                yield
+        self.opaque += len(names) // NAME
+        for piece in _pieces(names):
+            self._index.take(shelf, piece)
+            yield
 
 
 def _is_elsewhere(medium: Any) -> bool:
@@ -175,19 +164,36 @@ def _group(event: Event) -> int:
     return group
 
 
-def _hashes(event: Event) -> list[int]:
+def _names(event: Event) -> bytes:
+    """What the worker calls its blocks, as shelves have it: its hashes, or eight bytes of each."""
     hashes = event.get("block_hashes")
     if isinstance(hashes, list):
-        return [_hash(each) for each in hashes]
+        return _name(hashes[0]) if len(hashes) == 1 else _packed(hashes)
     raise ValueError("no hashes of blocks")
 
 
-def _hash(said: Any) -> int:
+def _packed(hashes: list[Any]) -> bytes:
+    if set(map(type, hashes)) == {int}:
+        try:
+            return array("Q", hashes).tobytes()
+        except OverflowError:
+            pass  # with a sign
+    return b"".join(map(_name, hashes))
+
+
+def _name(said: Any) -> bytes:
     if type(said) is int:
-        return said & _MOST_HASH
-    if isinstance(said, bytes) and len(said) >= 8:
-        return int.from_bytes(said[-8:], "little")
+        return (said & _MOST_HASH).to_bytes(NAME, sys.byteorder)
+    if isinstance(said, bytes) and len(said) >= NAME:
+        return said[-NAME:]
     raise ValueError(f"no hash of a block: {said!r:.40}")
+
+
+def _pieces(names: bytes) -> Iterable[bytes]:
+    """Of as many blocks as are handled at once."""
+    if len(names) <= NAME * _A_PIECE:
+        return (names,) if names else ()
+    return (names[at : at + NAME * _A_PIECE] for at in range(0, len(names), NAME * _A_PIECE))
 
 
 def _salt(keys: Any, adapter: str | None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 import msgspec
 
@@ -15,7 +16,7 @@ from app.fleet.placement import prefix
 from app.fleet.placement.blocks import Piece
 from app.fleet.placement.feeds import Feeds
 from app.fleet.placement.foresight import SALT
-from app.fleet.placement.index import Index, Shelf, links, root
+from app.fleet.placement.index import Index, Shelf, chained, root
 from app.fleet.placement.prefix import Prefixes
 from app.fleet.placement.tokens import Tokenizer
 from app.fleet.workers import Fleet, Target, Worker
@@ -98,8 +99,8 @@ class Caches:
                 chain = size, adapter
                 if chain not in by_chain:
                     # The last token of a prompt is computed in any case.
-                    hashes = links(root(size, adapter, salt), tokens, size)[: (count - 1) // size]
-                    by_chain[chain] = self.index.find(hashes)
+                    blocks = islice(chained(root(size, adapter, salt), tokens, size), (count - 1) // size)
+                    by_chain[chain] = self.index.find(blocks)
                 least = min(least, by_chain[chain].get(shelf, 0) * size)
             found[target] = least if feed.holdings.shelves else 0
         return found
@@ -124,7 +125,7 @@ class Prompt:
 
     @property
     def waits(self) -> bool:
-        return not self._read
+        return not self._read and self._guessed.counts
 
     async def read(self) -> None:
         self._read = True

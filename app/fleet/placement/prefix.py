@@ -8,8 +8,9 @@ one that is used moves to the youngest, and when that is full the oldest is drop
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
-from app.fleet.placement.blocks import ENDS, Chained, Piece, Text, full_blocks
+from app.fleet.placement.blocks import ENDS, LEAST, Chained, Piece, Text, full_blocks
 from app.fleet.placement.foresight import PROMPTED, RENDERED, SALT
 from app.fleet.workers import Cache, Target
 from app.metrics import Metrics
@@ -30,7 +31,8 @@ class Prefixes:
         self._most = max(1, memory // BYTES_A_BLOCK // _GENERATIONS)
         """Blocks of a generation."""
         self._generations: list[dict[int, tuple[Cache, ...]]] = [{}]
-        """The youngest first. A block is in one of them."""
+        """The youngest first. A block is in one of them, and what is before it in a prompt is in the same one or in a
+        younger: it was used whenever that was. So whoever has a block has what is before it."""
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -49,47 +51,46 @@ class Prefixes:
 
     def find(self, hashes: Sequence[int]) -> dict[Target, int]:
         """How many of a prompt's blocks each target had, of those that had any."""
-        runs: list[tuple[int, tuple[Cache, ...]]] = []
-        before: tuple[Cache, ...] = ()
-        youngest, *older = self._generations
-        for number, block in enumerate(hashes):
-            holders = youngest.get(block)
-            if holders is None:
-                holders = next((known for each in older if (known := each.get(block)) is not None), None)
-                if holders is None:
-                    break
-            if holders is not before:
-                runs.append((number, before))
-                before = holders
-        else:
-            number = len(hashes)
-        runs.append((number, before))
+        known: list[tuple[Cache, ...]] = []
+        for generation in self._generations:
+            if len(known) < len(hashes) and hashes[len(known)] in generation:
+                known += takewhile(bool, map(generation.get, hashes[len(known) :]))  # type: ignore[arg-type]
         found: dict[Target, int] = {}
-        for end, holders in reversed(runs):
+        end = len(known)
+        while end:
+            holders = known[end - 1]
             for cache in holders:
                 if cache.target is not None:
                     found.setdefault(cache.target, end)
+            # Those between two blocks that the same have: they have them too.
+            end = known.index(holders)
         return found
 
     def note(self, hashes: Sequence[int], target: Target) -> None:
         """A prompt goes to the target, which has all of its blocks from then on."""
         cache = target.cache
         youngest = self._generations[0]
+        if not hashes or cache in youngest.get(hashes[-1], ()):
+            return  # and so are all before it
         if len(youngest) >= self._most:
             youngest = {}
             self._generations.insert(0, youngest)
             del self._generations[_GENERATIONS:]
-        older = self._generations[1:]
         before: tuple[Cache, ...] = ()
         after: tuple[Cache, ...] = cache.alone
-        for block in hashes:
-            holders = youngest.get(block)
-            if holders is None:
-                holders = next((known for each in older if (known := each.pop(block, None)) is not None), ())
-            if holders is not before:
-                # Blocks that are used together have their holders in one tuple.
-                before, after = holders, _with(holders, cache)
-            youngest[block] = after
+        at = 0
+        for generation in self._generations:
+            begin = at
+            while at < len(hashes) and (holders := generation.get(hashes[at])) is not None:
+                if holders is not before:
+                    # Blocks that are used together have their holders in one tuple.
+                    before, after = holders, _with(holders, cache)
+                youngest[hashes[at]] = after
+                at += 1
+            if generation is not youngest:
+                for block in hashes[begin:at]:
+                    generation.pop(block, None)
+        youngest.update(dict.fromkeys(hashes[at:], cache.alone))
 
 
 def _with(holders: tuple[Cache, ...], cache: Cache) -> tuple[Cache, ...]:
@@ -111,6 +112,11 @@ class Prompt:
         self._foreseen = 0.0
         """What part of it was taken to be in the cache of where it goes."""
         self._where: Target | None = None
+
+    @property
+    def counts(self) -> bool:
+        """It is long enough to be in a cache, as far as a policy cares."""
+        return self._text.size >= LEAST
 
     @property
     def waits(self) -> bool:

@@ -152,7 +152,8 @@ class Attempt:
         self.connection: WorkerConnection | None = None
         self._upload: Driven | None = None
         self.upload_fault: Exception | None = None
-        """Why the rest of the request could not be sent."""
+        """Why it was given up, where that is no failure of the worker's: the rest of the request could not be sent, or
+        what it waits for will not come."""
         if slot is None:
             target.in_flight += 1
             target.spent -= loop.time()

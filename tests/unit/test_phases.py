@@ -15,7 +15,7 @@ from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.specs import Phase, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
-from app.turn.prefills import split
+from app.turn.handovers import split
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 

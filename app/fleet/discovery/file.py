@@ -30,11 +30,15 @@ import msgspec
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
 from app.fleet.specs import (
+    BOOTSTRAP_PORT,
+    HANDOVERS,
+    Handover,
     Phase,
     WorkerError,
     WorkerSpec,
     checked_name,
     checked_place,
+    checked_port,
     checked_ranks,
     normal_url,
     worker_name,
@@ -53,6 +57,8 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     dp: int | None = None
     phase: Phase = "both"
+    handover: Handover = HANDOVERS[0]
+    bootstrap_port: int = msgspec.field(default=BOOTSTRAP_PORT, name="bootstrap-port")
     draining: bool = False
     incarnation: str = ""
     kv_events: str = msgspec.field(default="", name="kv-events")
@@ -159,6 +165,8 @@ def _spec(entry: Any) -> WorkerSpec:
         url=url,
         ranks=0 if table.dp is None else checked_ranks(table.dp),
         phase=table.phase,
+        handover=table.handover,
+        bootstrap_port=checked_port(table.bootstrap_port),
         draining=table.draining,
         incarnation=table.incarnation,
         models=table.models,

@@ -20,11 +20,15 @@ import msgspec
 
 from app.fleet.discovery.source import Said, Trouble, View
 from app.fleet.specs import (
+    BOOTSTRAP_PORT,
+    HANDOVERS,
     WorkerError,
     WorkerSpec,
+    checked_handover,
     checked_name,
     checked_phase,
     checked_place,
+    checked_port,
     checked_ranks,
     normal_url,
 )
@@ -44,6 +48,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     models: tuple[str, ...] = ()
     ranks: int = 0
     phase: str = "both"
+    handover: str = HANDOVERS[0]
+    bootstrap_port: int = BOOTSTRAP_PORT
     labels: dict[str, str] = {}
     incarnation: str = ""
     draining: bool = False
@@ -65,6 +71,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             url=url,
             ranks=checked_ranks(self.ranks) if self.ranks else 0,
             phase=checked_phase(self.phase),
+            handover=checked_handover(self.handover),
+            bootstrap_port=checked_port(self.bootstrap_port),
             models=self.models,
             labels=self.labels,
             incarnation=self.incarnation,

@@ -4,7 +4,7 @@
 Both requests name the same *room*, and where whoever prefills is met (`bootstrap_host`, `bootstrap_port`); one that
 names none is refused. The worker that prefills computes a prompt when the one that decodes has come, one token whatever
 the request allows, and answers when the blocks have been fetched. The one that decodes waits for them. Who waits in
-vain, or whose other side leaves or fails, fails; and so many rooms were *stranded* in which somebody has waited in vain.
+vain, or whose other side leaves or fails, fails; and a room in which somebody has waited in vain was *stranded*.
 """
 
 from __future__ import annotations

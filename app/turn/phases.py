@@ -10,7 +10,8 @@ that are freed already gets another prompt's. So
 
 - nothing was read (no connection, or the client left before): it goes to another worker, or is released;
 - it may have been read (the worker has died, or says that it cannot fetch): the prompt is computed anew, once where the
-  decode worker says so, and as often as the law of trying again has the turn go on where one was lost;
+  decode worker says so, or where it is silent, for `first-byte-timeout` and to its probes: then at another one, while
+  the session stays; and as often as the law of trying again has the turn go on where one was lost;
 - the client leaves: the prefill's answer, and then the first byte of the decode worker's, are waited for
   `_FREED_WITHIN` seconds before the attempt is cut, since a request that is cut on its way may leave what was staged to
   nobody.
@@ -29,6 +30,7 @@ from typing import Any
 
 import msgspec
 
+from app.errors import TurnError
 from app.fleet.placement.foresight import Foreseen
 from app.http.headers import Header
 from app.http.inplace import Wake
@@ -43,7 +45,7 @@ from app.http.worker import (
 from app.turn.access import Told
 from app.turn.handovers import Halves, Parts, can_be_split, split
 from app.turn.prompts import PrefillFailed, PromptTurn, Relayed
-from app.turn.retry import Next, blame, error_of, is_gone
+from app.turn.retry import Next, blame, error_of, is_gone, is_silent
 from app.turn.routing import Decision
 from app.turn.slots import Slots
 
@@ -164,6 +166,15 @@ class PhasedTurn(PromptTurn):
                     return
                 except (HandoverLost, PrefillFailed) as fault:
                     await self._start_over(fault)
+                except TurnError as error:
+                    if not isinstance(error.__cause__, AttemptTimeout) or not self._is_computed or self._started_over:
+                        raise
+                    await self._start_over(HandoverLost(error.__cause__))
+
+    @property
+    def _is_computed(self) -> bool:
+        """The prompt is, or will be, and it is the decode worker that is waited for."""
+        return self._handover is not None or self._meeting is not None
 
     async def _start_over(self, fault: HandoverLost | PrefillFailed) -> None:
         """With another prompt; at another target when the decode worker is gone. Raises TurnError, ClientDisconnected,
@@ -184,15 +195,35 @@ class PhasedTurn(PromptTurn):
             if self._meeting is not None:
                 self._prefill_spared |= {self._meeting.attempt.target.worker.name}
             if fault.failure is not None:
-                blame(worker.health, fault.failure)
-                if not await is_gone(worker, self._presence, metrics):
+                if isinstance(fault.failure, AttemptTimeout):
+                    if not await self._leave_silent():
+                        raise error_of(fault.failure) from fault.failure
+                elif await is_gone(worker, self._presence, metrics):
+                    await super()._move(frozenset({worker.name}), fault.failure)
+                else:
                     raise error_of(fault.failure) from fault.failure
-                await super()._move(frozenset({worker.name}), fault.failure)
         self._started_over = self._started_over or not stale
         self._again += 1
         metrics.retries.inc(Next.AGAIN.value if stale else Next.ANEW.value)
         self._request.undelivered = False
         await self._prepare()
+
+    async def _leave_silent(self) -> bool:
+        """Whether the turn goes on at another decode worker, because its own is silent. Its session stays, unless it
+        has just begun: a worker that is silent may be back. Raises TurnError, ClientDisconnected."""
+        decision, binding, request = self._decision, self._binding, self._request
+        at_maker = self._kept is not None and self._kept.target is not None
+        if decision is None or self._hint is not None or at_maker or self._late:
+            return False
+        lost = frozenset({decision.target.worker.name})
+        if not is_silent(decision.target.worker) or not self._shared.fleet.has_other(lost, self._among):
+            return False
+        if binding is None or binding.own:
+            await self._take(lost)
+        else:
+            other = self._shared.routing.without_session(request, None, lost, self._among)
+            self._go(Decision(other.target, "bypassed", other.because))
+        return True
 
     async def _relay(self, connection: WorkerConnection) -> None:
         if self._handover is not None or self._meeting is not None:
@@ -226,6 +257,8 @@ class PhasedTurn(PromptTurn):
         if refused:
             self._shared.metrics.handover_failures.inc("refused")
         if not self._started_over and (refused or (first.failure is not None and not first.pieces)):
+            if first.failure is not None and attempt is not None:
+                blame(attempt.target.worker.health, first.failure)
             raise HandoverLost(first.failure)
         response.pieces[:0] = first.pieces
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import time
@@ -10,18 +11,18 @@ from collections.abc import Callable
 from app.errors import TurnError
 from app.fleet.capacity import Choice, Full, Slot
 from app.fleet.specs import HANDOVERS, Handover
-from app.fleet.workers import Target
+from app.fleet.workers import Target, Worker
 from app.http.exchange import Exchange
 from app.http.headers import Header, response_headers
 from app.http.inplace import Wake
-from app.http.worker import AttemptFailed, ConnectionBroken, WorkerConnection
+from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.sessions.affinity import Binding
 from app.turn.fields import with_member
 from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, worded
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
 from app.turn.request import Request
-from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, judge
+from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, is_silent, judge
 from app.turn.routing import Decision, Hint
 from app.turn.shared import Shared
 from app.turn.slots import Slots
@@ -108,6 +109,10 @@ class PromptTurn(Turn):
         self._request = SplitRequest(shared.reading, exchange)
         self._request.missed = self._soon_given_up
 
+    @abc.abstractmethod
+    async def _leave_silent(self) -> bool:
+        """Whether the turn goes on at another decode worker, because its own is silent."""
+
     async def _compute_prompt(self) -> None:
         """Have it computed, and put into what the decode worker gets how that comes by it. Raises TurnError,
         ClientDisconnected."""
@@ -156,11 +161,13 @@ class PromptTurn(Turn):
                 then = after(error, Sent(first_byte=attempt.came, killed=killed, free=free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, presence, metrics):
                     then = Next.FAIL
+                if then is Next.FAIL and self._is_spared(worker, error):
+                    then = Next.ANEW
                 if then is Next.FAIL:
                     raise error_of(error, killed=killed) from error
                 metrics.retries.inc(then.value)
                 again = then is Next.AGAIN
-                if not again:
+                if not again and then is not Next.ANEW:
                     killed = killed or then is Next.ELSEWHERE_IF_GONE
                     lost |= {worker.name}
                 continue
@@ -190,6 +197,20 @@ class PromptTurn(Turn):
             else:
                 self._take_over(parts, answer)
             return
+
+    def _is_spared(self, worker: Worker, failure: AttemptFailed) -> bool:
+        """A worker is silent, and was no other one before: another one computes the prompt, once."""
+        if not isinstance(failure, AttemptTimeout) or self._prefill_spared or self._late or not is_silent(worker):
+            return False
+        self._prefill_spared = frozenset({worker.name})
+        among = self._phases.prefills.among(self._request, self._speaks)
+        return self._prefill_hint is None and self._shared.fleet.has_other(self._prefill_spared, among, prefill=True)
+
+    @property
+    def _late(self) -> bool:
+        """It has lasted as long as it may."""
+        total = self._shared.limits.total
+        return bool(total) and self._loop.time() - self._began > total
 
     async def _decide(self, binding: Binding | None, lost: frozenset[str]) -> Target:
         """Where the prompt is computed next. Raises TurnError or ClientDisconnected."""
@@ -352,7 +373,7 @@ class PromptTurn(Turn):
             raise error_of(failure) from failure
         if isinstance(failure, ConnectionBroken) and await is_gone(target.worker, self._presence, self._shared.metrics):
             self._prefill_lost |= {target.worker.name}
-        else:
+        elif not isinstance(failure, AttemptTimeout) or not await self._leave_silent():
             self._prefill_spared |= {target.worker.name}
 
     # -- its end

@@ -14,7 +14,8 @@ A request is sent again only when no work can be done twice:
   of which two workers have died is not taken to a third, and its client is told not to send it again either.
 
 A request whose body goes through as it comes, or that asks for another protocol, goes on a fresh connection and is sent
-once. Nothing else is tried again: the worker may be at work on it.
+once. Nothing else is tried again: the worker may be at work on it. (Turns in two phases can begin anew where a worker
+is silent: see `phases`.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.capacity import Slot
-from app.fleet.health import Health
+from app.fleet.health import Health, Probe, State
 from app.fleet.workers import Target, Worker
 from app.http.inplace import Driven
 from app.http.worker import (
@@ -202,6 +203,13 @@ async def connect(worker: Worker, presence: Presence, metrics: Metrics) -> Worke
     metrics.connects.inc(worker.name, "ok")
     worker.health.connected()
     return connection
+
+
+def is_silent(worker: Worker) -> bool:
+    """Whether a worker that has not answered a turn in time is no slow one: it is not up, or does not answer its
+    probes either."""
+    health = worker.health
+    return health.state is not State.UP or health.probe is Probe.BAD or health.probe is Probe.UNREACHABLE
 
 
 async def is_gone(worker: Worker, presence: Presence, metrics: Metrics) -> bool:

@@ -16,7 +16,7 @@ request allows, and gets the request without `stream`, for then its errors have 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import re
 from urllib.parse import urlsplit
 
 import msgspec
@@ -28,7 +28,7 @@ from app.turn.fields import members, with_member
 TRANSFER = "kv_transfer_params"
 _HOST, _ROOM = "bootstrap_host", "bootstrap_room"
 _PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
-_ASKED = (
+_ASKED = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
@@ -36,20 +36,25 @@ _NULL = b"null"
 _ONE = msgspec.Raw(b"1")
 _ONES = frozenset({b"1", _NULL})
 _NO_TEXT = msgspec.Raw(b'""')
+_FALSE = msgspec.Raw(b"false")
 _OF_THE_PROMPT = ("best_of", "use_beam_search", "prompt_embeds", "prompt_logprobs", "echo")
 _HARMLESS = frozenset({_NULL, b"false", b"1"})
+_TELLING = frozenset({"n", TRANSFER, "prompt", *_OF_THE_PROMPT})
+"""Members that may say that it cannot be split."""
+_NOT_OF_THE_PROMPT = ("stream_options", "min_tokens")
 
 
 class Parts(msgspec.Struct, frozen=True):
     """A request that can be split, as for vLLM."""
 
-    one_token: bytes
-    """For one token: with a hand-over it fetches what was staged, and does little more."""
+    prompt: bytes
+    """For one token: has its prompt computed, for another worker."""
+    members: dict[str, msgspec.Raw]
+    """Of that."""
 
-    @property
-    def prompt(self) -> bytes:
-        """Has its prompt computed, for another worker."""
-        return with_member(self.one_token, TRANSFER, _ASKED)
+    def fetching(self, handover: bytes) -> bytes:
+        """Fetches what was staged, and does little more."""
+        return _encode({**self.members, TRANSFER: msgspec.Raw(handover)})
 
 
 class Halves(msgspec.Struct, frozen=True):
@@ -74,7 +79,8 @@ class _Blocks(msgspec.Struct):
     """What a hand-over of vLLM's must say."""
 
     do_remote_prefill: bool
-    remote_block_ids: list[Any]
+    remote_block_ids: msgspec.Raw
+    """Many numbers, which are not read."""
     remote_engine_id: str
     remote_host: str
     remote_port: int
@@ -116,20 +122,28 @@ def split(body: bytes, handover: Handover = "vllm") -> Parts | Halves | None:
 def _parts(said: dict[str, msgspec.Raw]) -> Parts | None:
     """None: it has several prompts or asks for several answers, wants to know of its prompt's tokens, or is split by
     somebody in front of us."""
-    if bytes(said.get("n", _ONE)) not in _ONES or bytes(said.get(TRANSFER, _NULL)) != _NULL:
+    if not _TELLING.isdisjoint(said) and not _is_plain(said):
         return None
+    for name in _NOT_OF_THE_PROMPT:
+        said.pop(name, None)
+    if "max_completion_tokens" in said:
+        said["max_completion_tokens"] = _ONE
+        if "max_tokens" in said:
+            said["max_tokens"] = _ONE
+    else:
+        said["max_tokens"] = _ONE
+    said["stream"] = _FALSE
+    said[TRANSFER] = _ASKED
+    return Parts(_encode(said), said)
+
+
+def _is_plain(said: dict[str, msgspec.Raw]) -> bool:
+    if bytes(said.get("n", _ONE)) not in _ONES or bytes(said.get(TRANSFER, _NULL)) != _NULL:
+        return False
     prompt = bytes(said.get("prompt", _NO_TEXT)).strip()
     if prompt[:1] == b"[" and not prompt[1:].lstrip()[:1].isdigit():  # not one list of tokens
-        return None
-    if any(bytes(said.get(name, _NULL)) not in _HARMLESS for name in _OF_THE_PROMPT):
-        return None
-    for name in ("stream", "stream_options", "min_tokens", TRANSFER):
-        said.pop(name, None)
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in said]
-    for name in limits or ("max_tokens",):
-        said[name] = _ONE
-    said["stream"] = msgspec.Raw(b"false")
-    return Parts(_encode(said))
+        return False
+    return all(bytes(said.get(name, _NULL)) in _HARMLESS for name in _OF_THE_PROMPT)
 
 
 def _halves(body: bytes, said: dict[str, msgspec.Raw]) -> Halves | None:
@@ -163,9 +177,12 @@ def handover_in(answer: bytes) -> bytes:
         said = _decode_blocks(found)
     except (msgspec.DecodeError, RecursionError) as error:
         raise NoHandover("malformed") from error
-    if not (said.do_remote_prefill and said.remote_block_ids and said.remote_engine_id and said.remote_host):
+    if not (said.do_remote_prefill and _some(said.remote_block_ids) and said.remote_engine_id and said.remote_host):
         raise NoHandover("malformed")
     return found
+
+
+_some = re.compile(rb"\[\s*[^\s\]]").match
 
 
 class _Plain(msgspec.Struct):

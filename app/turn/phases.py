@@ -23,7 +23,7 @@ worker lets go by itself.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +42,7 @@ from app.http.worker import (
     StaleConnection,
     WorkerConnection,
 )
+from app.sessions.spread import Hold
 from app.turn.access import Told
 from app.turn.handovers import Halves, Parts, can_be_split, split
 from app.turn.prompts import PrefillFailed, PromptTurn, Relayed
@@ -59,6 +60,12 @@ _NOT_BEGUN = frozenset({400, 404, 413, 415, 422})
 _QUEUE, _PREFILL, _HANDOVER, _FIRST_TOKEN = (("queue",), ("prefill",), ("handover",), ("first_token",))
 _WAITED = ("cached", "stored")
 """How a turn came to its session's target where that may have the session's cache."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefill_headers(worker: str, rank: int | None) -> tuple[Header, ...]:
+    named = (b"x-coatcheck-prefill-worker", worker.encode())
+    return (named,) if rank is None else (named, (b"x-coatcheck-prefill-rank", b"%d" % rank))
 
 
 class HandoverLost(Exception):
@@ -113,17 +120,16 @@ class PhasedTurn(PromptTurn):
 
     async def _route(self) -> None:
         await super()._route()
-        await self._leave_prefill_worker()
+        decision = self._decision
+        if decision is not None and not decision.target.worker.takes_turns and self._binding is not None:
+            await self._leave_prefill_worker(self._binding)
         self._parts = self._parts_of_it()
         if self._parts is not None:
             self._whole = self._request.body
             await self._compute_prompt()
 
-    async def _leave_prefill_worker(self) -> None:
+    async def _leave_prefill_worker(self, binding: Hold) -> None:
         """The claim names a worker that took whole turns when it was made, and only prefills now."""
-        binding = self._binding
-        if self._decision is None or self._decision.target.worker.takes_turns or binding is None:
-            return
         await self._rebind(binding, frozenset({binding.target.worker.name}))
         self._go(Decision(binding.target, binding.how, "memory"))
 
@@ -159,17 +165,25 @@ class PhasedTurn(PromptTurn):
         return 0 < binding.seen <= len(self._request.body) < binding.seen + least
 
     async def _try_until_answered(self) -> None:
-        with contextlib.suppress(Relayed):
-            while not self._relayed:
+        if self._relayed:
+            return
+        try:
+            while True:
                 try:
                     await super()._try_until_answered()
                     return
-                except (HandoverLost, PrefillFailed) as fault:
-                    await self._start_over(fault)
-                except TurnError as error:
-                    if not isinstance(error.__cause__, AttemptTimeout) or not self._is_computed or self._started_over:
-                        raise
-                    await self._start_over(HandoverLost(error.__cause__))
+                except (HandoverLost, PrefillFailed, TurnError) as fault:
+                    await self._start_over(self._may_start_over(fault))
+        except Relayed:
+            pass
+
+    def _may_start_over(self, fault: HandoverLost | PrefillFailed | TurnError) -> HandoverLost | PrefillFailed:
+        """Raises a TurnError of which nothing follows."""
+        if not isinstance(fault, TurnError):
+            return fault
+        if not isinstance(fault.__cause__, AttemptTimeout) or not self._is_computed or self._started_over:
+            raise fault
+        return HandoverLost(fault.__cause__)
 
     @property
     def _is_computed(self) -> bool:
@@ -336,12 +350,9 @@ class PhasedTurn(PromptTurn):
             )
 
     def _own_headers(self) -> list[Header]:
-        prefill = self._prefill
-        if prefill is None:
-            return super()._own_headers()
-        headers = [*super()._own_headers(), (b"x-coatcheck-prefill-worker", prefill.target.worker.name.encode())]
-        if prefill.target.rank is not None:
-            headers.append((b"x-coatcheck-prefill-rank", b"%d" % prefill.target.rank))
+        headers, prefill = super()._own_headers(), self._prefill
+        if prefill is not None:
+            headers += _prefill_headers(prefill.target.worker.name, prefill.target.rank)
         return headers
 
     def _told(self) -> Told:

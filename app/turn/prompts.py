@@ -390,5 +390,5 @@ class PromptTurn(Turn):
         self._request.undelivered = False
         decision, request = self._decision, self._request
         at = decision.target if decision is not None and decision.target.worker.phase == "decode" else None
-        body = with_member(parts.one_token, TRANSFER, handover)
+        body = parts.fetching(handover)
         self._phases.releases.begin(lambda target: request.whole(target, body), at, self._among)

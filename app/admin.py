@@ -134,6 +134,7 @@ def add_admin(
                     "name": worker.name,
                     "url": worker.url,
                     "phase": worker.phase,
+                    "handover": worker.handover if worker.phase != "both" else None,
                     "state": worker.state,
                     "since_seconds": round(now - worker.health.since, 1),
                     "reason": worker.health.why,
@@ -183,7 +184,7 @@ def add_admin(
     @routes.post("/workers", summary="Name a worker, for all replicas", responses=documented(*_OF_A_MARK))
     async def add(
         request: Request,
-        worker: Annotated[str, Query(description="URL[,name=NAME][,dp=RANKS][,phase=PHASE]")],
+        worker: Annotated[str, Query(description="URL[,name=NAME][,dp=RANKS][,phase=PHASE][,handover=ENGINE]")],
         by: By = "",
     ) -> dict[str, Any]:
         try:

@@ -156,8 +156,10 @@ class Listen(_Group, title="listening"):
 
 class Workers(_Group, title="workers"):
     worker: Annotated[Texts, Spoken("URL"), usable(worker_specs)] = ()
-    """A worker, as URL[,name=NAME][,dp=RANKS][,phase=PHASE][,kv-events=tcp://HOST:PORT][,kv-replay=tcp://HOST:PORT]
-    (phase: prefill, decode, or both, which is the default); repeatable (in a variable: separated by spaces)."""
+    """A worker, as
+    URL[,name=NAME][,dp=RANKS][,phase=PHASE][,handover=ENGINE][,bootstrap-port=PORT][,kv-events=URL][,kv-replay=URL]
+    (phase: prefill, decode, or both, which is the default; handover, of a worker with a phase: vllm, which is the
+    default, or sglang; KV events at tcp://HOST:PORT); repeatable (in a variable: separated by spaces)."""
     workers_from: Annotated[Texts, Spoken("URL"), usable(check_sources)] = ()
     """Where other workers are found: file:///path.toml, dns://name:port, dns+srv://name, or the claims URL where they
     register; without any, and without a worker: at claims; repeatable (in a variable: separated by spaces)."""

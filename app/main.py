@@ -370,7 +370,8 @@ def create_app(
                 least_new=settings.sessions.prefill_from,
                 reject_conflicts=rejects,
             )
-            app.phases = Phases(prefills, Releases(fleet, metrics))
+            rooms = random.Random()
+            app.phases = Phases(prefills, Releases(fleet, metrics), lambda: rooms.getrandbits(63) or 1)
             app.turns = Turns(
                 Shared(
                     fleet=fleet,

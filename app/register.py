@@ -34,7 +34,15 @@ from app.fleet.discovery.records import (
     encode_record,
     this_host,
 )
-from app.fleet.specs import WorkerError, checked_name, checked_place, normal_url, worker_name
+from app.fleet.specs import (
+    BOOTSTRAP_PORT,
+    WorkerError,
+    checked_name,
+    checked_place,
+    checked_port,
+    normal_url,
+    worker_name,
+)
 from app.making import open_claims_at
 from app.sessions.tenants import checked_key, read_key
 from app.values import mask
@@ -247,6 +255,8 @@ def record_of(args: argparse.Namespace, url: str) -> WorkerRecord:
         url=url,
         ranks=args.dp,
         phase=args.phase,
+        handover=args.handover,
+        bootstrap_port=checked_port(args.bootstrap_port),
         kv_events=checked_place(args.kv_events) if args.kv_events else "",
         kv_replay=checked_place(args.kv_replay) if args.kv_replay else "",
         labels=dict(args.label),
@@ -321,6 +331,8 @@ def beside_mocks(args: argparse.Namespace) -> Callable[[Mocks], AbstractAsyncCon
                     url=url,
                     ranks=engine.worker.settings.dp_size if engine.worker.settings.dp_size > 1 else 0,
                     phase=engine.worker.settings.phase,
+                    handover=engine.worker.settings.transfer.handover,
+                    bootstrap_port=engine.worker.bootstrap_port or BOOTSTRAP_PORT,
                     incarnation=secrets.token_hex(6),
                     host=this_host(),
                 ),

@@ -22,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--phase", choices=("both", "prefill", "decode"), default="both", help="what it does of a turn. Default: both"
     )
     parser.add_argument(
+        "--handover", choices=("vllm", "sglang"), default="vllm", help="whose way of it, with a phase. Default: vllm"
+    )
+    parser.add_argument(
+        "--bootstrap-port", type=int, default=8998, metavar="PORT", help="of an SGLang that prefills. Default: 8998"
+    )
+    parser.add_argument(
         "--kv-events", default="", metavar="tcp://HOST:PORT", help="where it publishes its KV events (rank 0)"
     )
     parser.add_argument("--kv-replay", default="", metavar="tcp://HOST:PORT", help="where it replays them (rank 0)")

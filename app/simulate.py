@@ -37,7 +37,8 @@ from mocker import traces
 from mocker.engine import profile as profiles
 from mocker.engine.profile import Profile
 from mocker.engine.scheduler import Scheduler
-from mocker.simulation import Outcome, Simulation
+from mocker.settings import KvTransfer
+from mocker.simulation import Outcome, Simulation, Split
 from mocker.traces import Agents, Session, Turn
 
 GENERATOR = "agents"
@@ -69,11 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable (default: least-loaded). hash: by the session, as balancers do. turns: one worker after the "
         "other, whatever the session. oracle: knows all caches",
     )
+    parser.add_argument(
+        "--prefill-workers",
+        action="append",
+        type=partial(_whole, least=0),
+        metavar="N",
+        help="so many of the workers only compute prompts, for the others; repeatable (default: 0: whole turns)",
+    )
     for flag, kind, default, metavar, meaning in (
         ("--workers", _whole, 8, "N", "simulated workers"),
         ("--ranks", _whole, 1, "N", "data-parallel ranks of each"),
         ("--replicas", _whole, 2, "N", "replicas of the router"),
         ("--profile", str, "llama-8b-h100", "NAME", "what a worker simulates, as in coatcheck mock"),
+        ("--prefill-from", partial(_whole, least=0), 8192, "N", "bytes that are new of a prompt that is computed so"),
+        ("--kv-gb-s", float, KvTransfer().gb_s, "X", "10^9 bytes a second from worker to worker"),
         ("--kv-blocks", _whole, None, "N", "blocks of each rank (default: the profile's)"),
         ("--limit", _whole, None, "N", "only the first N turns or sessions of the trace"),
         ("--seed", int, _AGENTS.seed, "N", "of what is made up"),
@@ -97,9 +107,15 @@ def run(args: argparse.Namespace) -> int:
     """Simulate the trace with each policy, and say what came of it."""
     try:
         profile = profiles.resized(profiles.load(args.profile), blocks=args.kv_blocks, block_size=None)
-        if args.models > args.workers:
-            raise ValueError("there must be a worker for each model")
-        rows = [_simulate(args, profile, name) for name in dict.fromkeys(args.policy or ["least-loaded"])]
+        fleets = list(dict.fromkeys(args.prefill_workers or [0]))
+        for prefill in fleets:
+            least = min(args.workers - prefill, prefill or args.workers)
+            if args.models > least:
+                raise ValueError("there must be a worker for each model, and for each phase")
+        if args.kv_gb_s <= 0:
+            raise ValueError("--kv-gb-s must be more than 0")
+        policies = dict.fromkeys(args.policy or ["least-loaded"])
+        rows = [_simulate(args, profile, name, prefill) for name in policies for prefill in fleets]
     except ValueError as error:
         raise Trouble(str(error), code=2) from None
     except OSError as error:
@@ -111,12 +127,25 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(args: argparse.Namespace, profile: Profile, name: str) -> dict[str, Any]:
+def _simulate(args: argparse.Namespace, profile: Profile, name: str, prefill: int = 0) -> dict[str, Any]:
+    """`prefill`: so many of the workers compute prompts for the others."""
     began = time.process_time()
-    simulation = Simulation(profile, args.workers * args.ranks, partial(_placer, args, name))
+    decode = args.workers - prefill
+    split = None
+    if prefill:
+        split = Split(
+            engines=prefill * args.ranks,
+            place=partial(_placer, args, name, prefill),
+            seconds_per_token=profile.token_bytes / (args.kv_gb_s * 1e9),
+            least_new=args.prefill_from // _TOKEN_BYTES,
+        )
+    simulation = Simulation(profile, decode * args.ranks, partial(_placer, args, name, decode), split)
     with _uncollected():
         outcome = simulation.run(_sessions(args, profile.block_size))
-    return {"policy": name, **_said(outcome), "cpu_seconds": round(time.process_time() - began, 2)}
+    said: dict[str, Any] = {"policy": name}
+    if prefill:
+        said["prefill_workers"] = prefill
+    return {**said, **_said(outcome), "cpu_seconds": round(time.process_time() - began, 2)}
 
 
 @contextlib.contextmanager
@@ -182,7 +211,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         ttft = row["ttft_seconds"]
         table.add_row(
-            row["policy"],
+            row["policy"] + (f", {row['prefill_workers']} prefill" if "prefill_workers" in row else ""),
             f"{row['turns']:,}",
             f"{row['cached_share']:.1%}",
             *(f"{1000 * ttft[part]:,.0f}" for part in ("p50", "p95", "p99")),
@@ -250,7 +279,12 @@ class Routed:
         there.worker.health.good += 1  # else it would owe its answers for ever
         there.worker.cells.turns["completed", 200] += 1
         if final and session.name:
-            number, replica = self._claims.pop(session.name)
+            self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        claimed = self._claims.pop(session.name, None)
+        if claimed is not None:
+            number, replica = claimed
             replica.targets[number].sessions -= 1
 
     @property
@@ -360,6 +394,9 @@ class Unrouted:
     def ended(self, session: Session, target: int, now: float, *, final: bool) -> None:
         pass
 
+    def forget(self, session: Session) -> None:
+        pass
+
 
 def _hashed(candidates: Candidates[Target]) -> Target:
     return rendezvous(candidates.key, candidates) if candidates.key else POLICIES["round-robin"](candidates)
@@ -372,11 +409,11 @@ _LOAD_WEIGHS = 0.02
 """What the oracle gives up of a prompt's cached share for a turn less at a target, above the least loaded."""
 
 
-def _placer(args: argparse.Namespace, name: str, engines: Sequence[Scheduler]) -> Routed | Unrouted:
+def _placer(args: argparse.Namespace, name: str, workers: int, engines: Sequence[Scheduler]) -> Routed | Unrouted:
     if name in _ROUTED:
         routed = Routed(
             _ROUTED[name],
-            workers=args.workers,
+            workers=workers,
             ranks=args.ranks,
             replicas=args.replicas,
             models=args.models,
@@ -414,11 +451,11 @@ def _best(engines: Sequence[Scheduler], session: Session, turn: Turn, targets: S
     return max(targets, key=score)
 
 
-def _whole(text: str) -> int:
+def _whole(text: str, least: int = 1) -> int:
     try:
         number = int(text)
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, not {text!r}")
+        number = least - 1
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, not {text!r}")
     return number

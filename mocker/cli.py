@@ -22,7 +22,7 @@ import uvloop
 from mocker.engine.profile import Profile, load, names, resized
 from mocker.faults import Fault
 from mocker.server import MockWorker, create_mock
-from mocker.settings import KvEvents, KvTransfer, MockSettings, Phase
+from mocker.settings import HandoverKind, KvEvents, KvTransfer, MockSettings, Phase
 
 STOP_GRACE = 0.5
 """Seconds that running turns get to end by themselves when the workers stop."""
@@ -97,13 +97,25 @@ def _add_phase(parser: argparse.ArgumentParser) -> None:
         "--phase",
         choices=get_args(Phase),
         default=_DEFAULTS["phase"],
-        help="of a turn; for one it hands blocks over as vLLM's NIXL connector does (default: %(default)s)",
+        help="of a turn; for one it hands blocks over, or takes them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--handover",
+        choices=get_args(HandoverKind),
+        default=_TRANSFER.handover,
+        help="as vLLM's NIXL connector, or as SGLang does it (default: %(default)s)",
+    )
+    group.add_argument(
+        "--bootstrap-port",
+        type=_integer(0, 65535),
+        default=8998,
+        help="where an SGLang that prefills is met, the next worker at the next; 0: any (default: %(default)s)",
     )
     group.add_argument(
         "--kv-lease-s",
         type=_seconds,
         default=_TRANSFER.lease_s,
-        help="keep what nobody fetches (default: %(default)s)",
+        help="keep what nobody fetches, or wait for another worker (default: %(default)s)",
     )
     group.add_argument(
         "--kv-gb-s", type=_seconds, default=_TRANSFER.gb_s, help="10^9 bytes a second to another (default: %(default)s)"
@@ -285,8 +297,25 @@ def _settings(args: argparse.Namespace, port: int, index: int) -> MockSettings:
         startup_s=args.startup_s,
         kv_events=_kv_events(args, index),
         phase=args.phase,
-        transfer=KvTransfer(host=args.host, lease_s=args.kv_lease_s, gb_s=args.kv_gb_s, recompute=args.kv_recompute),
+        transfer=_transfer(args, index),
         faults=tuple(args.fault),
+    )
+
+
+def _transfer(args: argparse.Namespace, index: int) -> KvTransfer:
+    """Raises ValueError."""
+    port = 0
+    if args.phase == "prefill" and args.handover == "sglang" and args.bootstrap_port:
+        port = args.bootstrap_port + index
+        if port > 65535:
+            raise ValueError(f"--bootstrap-port {args.bootstrap_port}: the last one would be above 65535")
+    return KvTransfer(
+        handover=args.handover,
+        host=args.host,
+        port=port,
+        lease_s=args.kv_lease_s,
+        gb_s=args.kv_gb_s,
+        recompute=args.kv_recompute,
     )
 
 

@@ -37,7 +37,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
       failed, and end. What does not stream is answered with 500.
     - `drop`: answer, and then close the connection without having said that it will be.
     - `handover`: what is said of the blocks that stay for another worker is not said (`how`: `missing`), lacks a part
-      (`malformed`), or leads to what is gone already (`gone`).
+      (`malformed`), or leads to what is gone already (`gone`). Where two workers meet, the transfer fails.
     - `crash`: reset the connections of all running turns and lose what is cached, as when the process has died; what is
       asked in the next `seconds` is answered as while loading.
 

@@ -53,15 +53,15 @@ class _Fetch(msgspec.Struct):
     block_ids: list[list[int]]
 
 
-class _Bytes(msgspec.Struct):
+class Bytes(msgspec.Struct):
     """And what it answers; `size`: -1 when the blocks are not there."""
 
     size: int
 
 
-_encode = msgspec.json.Encoder().encode
+encode = msgspec.json.Encoder().encode
 _decode_fetch = msgspec.json.Decoder(_Fetch).decode
-_decode_bytes = msgspec.json.Decoder(_Bytes).decode
+decode_bytes = msgspec.json.Decoder(Bytes).decode
 
 
 def asks_for_decode(params: dict[str, Any] | None) -> bool:
@@ -163,10 +163,10 @@ class Handover:
             if staged is not None and (staged.fetching or wanted.block_ids != [staged.blocks]):
                 staged = None
             if staged is None:
-                writer.write(_encode(_Bytes(-1)) + b"\n")
+                writer.write(encode(Bytes(-1)) + b"\n")
                 return
             staged.fetching = True
-            writer.write(_encode(_Bytes(staged.tokens * self._settings.token_bytes)) + b"\n")
+            writer.write(encode(Bytes(staged.tokens * self._settings.token_bytes)) + b"\n")
             if await reader.readline() and self._free(wanted.request_id):  # it has all
                 self.fetched += 1
         except (OSError, ValueError, TimeoutError):
@@ -203,9 +203,9 @@ class Handover:
             raise NotFetched(str(error)) from error
         with contextlib.closing(writer):
             try:
-                writer.write(_encode(wanted) + b"\n")
+                writer.write(encode(wanted) + b"\n")
                 async with asyncio.timeout(_ANSWER_WITHIN):
-                    size = _decode_bytes(await reader.readline()).size
+                    size = decode_bytes(await reader.readline()).size
                 if size < 0:
                     raise NotFetched("the blocks are not there")
                 await asyncio.sleep(size / (self._settings.gb_s * 1e9))

@@ -43,6 +43,8 @@ class Turn(msgspec.Struct, kw_only=True):
     computed `anew`, or `failed` to come."""
     blocks: int = 0
     """So many, that were staged or fetched."""
+    room: int | None = None
+    """Where two workers have met for it, or were to."""
 
 
 class Call(msgspec.Struct, kw_only=True):

@@ -154,8 +154,8 @@ class MockWorker(FastAPI):
         self._refuse = refuse
         for publisher in self.turns.publishers:
             publisher.serve(asyncio.get_running_loop())
-        if self.turns.handover is not None:
-            self.turns.handover.serve(asyncio.get_running_loop())
+        if self.turns.between_workers is not None:
+            self.turns.between_workers.serve(asyncio.get_running_loop())
         for fault in self.settings.faults:
             self.order(msgspec.structs.replace(fault))
 
@@ -163,8 +163,13 @@ class MockWorker(FastAPI):
         """Its ports beside the one that it is served on are free again."""
         for publisher in self.turns.publishers:
             publisher.close()
-        if self.turns.handover is not None:
-            self.turns.handover.close()
+        if self.turns.between_workers is not None:
+            self.turns.between_workers.close()
+
+    @property
+    def bootstrap_port(self) -> int:
+        """Where it is met by those that decode; 0: nowhere."""
+        return 0 if self.turns.rooms is None else self.turns.rooms.port
 
     def _naming(self, send: Send) -> Send:
         async def named(message: Message) -> None:
@@ -257,7 +262,7 @@ class MockWorker(FastAPI):
         @self.get("/mock/state")
         async def state() -> Response:
             said = {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
-            handover = self.turns.handover
+            handover = self.turns.between_workers
             if handover is not None:
                 said |= {
                     "phase": self.settings.phase,

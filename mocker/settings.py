@@ -10,6 +10,7 @@ from mocker.engine.profile import Profile
 from mocker.faults import Fault
 
 Phase = Literal["both", "prefill", "decode"]
+HandoverKind = Literal["vllm", "sglang"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +29,15 @@ class KvEvents:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvTransfer:
-    """How a worker hands blocks over, and fetches them (`handover`)."""
+    """How a worker hands blocks over, and fetches them (`handover`, `rooms`)."""
 
+    handover: HandoverKind = "vllm"
+    """Whose way of it."""
     host: str = "127.0.0.1"
     port: int = 0
-    """Of the side channel; 0: any."""
+    """Of the side channel, which is SGLang's bootstrap server; 0: any."""
     lease_s: float = 30.0
-    """Seconds that what nobody fetches stays staged, vLLM's default."""
+    """Seconds that what nobody fetches stays staged, vLLM's default; in a room, that one waits for the other."""
     token_bytes: int = 131_072
     """Of the cache of one token: Llama 3.1 8B's."""
     gb_s: float = 25.0

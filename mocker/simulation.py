@@ -29,6 +29,26 @@ class Placer(Protocol):
         """A turn that was placed has ended; `final`: it was the session's last."""
 
 
+class PromptPlacer(Placer, Protocol):
+    """One of prompts."""
+
+    def forget(self, session: Session) -> None:
+        """The session has ended where it is decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Some more engines compute prompts for the others, as vLLM's workers do it."""
+
+    engines: int
+    place: Callable[[Sequence[Scheduler]], PromptPlacer]
+    """Who places prompts, on these."""
+    seconds_per_token: float
+    """Of the way from engine to engine; each goes as if it were alone."""
+    least_new: int
+    """Tokens that a session's prompt has more than its last one, from which on it goes there; 0: every one does."""
+
+
 @dataclass(slots=True)
 class Outcome:
     """What came of it. Times in seconds."""
@@ -66,7 +86,7 @@ class Outcome:
 class _Running:
     """A session and where it is."""
 
-    __slots__ = ("at", "open", "session", "target", "tries")
+    __slots__ = ("at", "came", "fetches", "open", "prefill", "session", "target", "tries")
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -76,14 +96,31 @@ class _Running:
         """Sub-agents that have not ended."""
         self.target = -1
         self.tries = 0
+        self.came = 0.0
+        """When the turn did that it is at."""
+        self.prefill = -1
+        """Who computes its prompt, or has; -1: its target."""
+        self.fetches = False
+        """That is on its way."""
 
 
 class Simulation:
     """One run. Steps of an engine that are alike are one event, however many they are."""
 
-    def __init__(self, profile: Profile, targets: int, place: Callable[[Sequence[Scheduler]], Placer]) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        targets: int,
+        place: Callable[[Sequence[Scheduler]], Placer],
+        split: Split | None = None,
+    ) -> None:
+        """`split`: of turns; None: each is served at its target whole."""
+        self._decoding = targets
+        targets += 0 if split is None else split.engines
         self.engines = [Scheduler(profile) for _ in range(targets)]
-        self._placer = place(self.engines)
+        self._placer = place(self.engines[: self._decoding])
+        self._split_by = split
+        self._prefills = None if split is None else split.place(self.engines[self._decoding :])
         self._versions = [0] * targets
         self._ends: list[tuple[float, int, int]] = []
         """When, a number for order, and the target whose steps end, if that is still its version."""
@@ -128,6 +165,13 @@ class Simulation:
     def _turn(self, running: _Running, now: float) -> None:
         session = running.session
         turn = session.turns[running.at]
+        if running.fetches:
+            running.fetches = False
+            self._enter(
+                running, running.target, Job(session.chain, turn.prompt, turn.answer, running, fetched=True), now
+            )
+            return
+        running.came, running.prefill = now, -1
         target = self._placer.place(session, turn, now)
         before = running.target if session.ends else self._where.get(session.name, -1)
         if before not in (-1, target):
@@ -135,14 +179,32 @@ class Simulation:
         running.target = target
         if not session.ends:
             self._where[session.name] = target
+        if self._prefills is not None and self._is_much(running):
+            running.prefill = self._prefills.place(session, turn, now)
+            self._enter(running, self._decoding + running.prefill, Job(session.chain, turn.prompt, 1, running), now)
+            return
+        self._enter(running, target, Job(session.chain, turn.prompt, turn.answer, running), now)
+
+    def _is_much(self, running: _Running) -> bool:
+        """Whether another one than its target is to compute the prompt."""
+        assert self._split_by is not None
+        turns, at, least = running.session.turns, running.at, self._split_by.least_new
+        return not (least and at and 0 <= turns[at].prompt - turns[at - 1].prompt < least)
+
+    def _enter(self, running: _Running, target: int, job: Job, now: float) -> None:
+        """The turn's next engine."""
+        session = running.session
+        turn = session.turns[running.at]
         engine = self.engines[target]
-        job = Job(session.chain, turn.prompt, turn.answer, running)
         try:
             engine.add(job, now)
         except (QueueFull, TooLong) as error:
             running.tries += 1
             again = isinstance(error, QueueFull) and running.tries < _TRIES
-            self._placer.ended(session, target, now, final=not again and self._is_last(running))
+            final = not again and self._is_last(running)
+            if target >= self._decoding:
+                self._leave_prefill(running, now)
+            self._end(running, now, final=final)
             if again:
                 self._later(now + _RETRY, running)
             else:
@@ -160,6 +222,15 @@ class Simulation:
         if plan.steps != steps:
             self._announce(target, plan.end)
 
+    def _leave_prefill(self, running: _Running, now: float) -> None:
+        assert self._prefills is not None
+        self._prefills.ended(running.session, running.prefill, now, final=False)
+
+    def _end(self, running: _Running, now: float, *, final: bool) -> None:
+        self._placer.ended(running.session, running.target, now, final=final)
+        if final and self._prefills is not None:
+            self._prefills.forget(running.session)
+
     def _announce(self, target: int, end: float) -> None:
         self._versions[target] = number = self._number
         heappush(self._ends, (end, number, target))
@@ -173,10 +244,13 @@ class Simulation:
         engine = self.engines[target]
         for job in engine.end().ended:
             running: _Running = job.owner
+            if target >= self._decoding:
+                self._count_prompt(job)
+                self._fetch(job, running, now)
+                continue
             self._count(job)
-            session = running.session
-            turn = session.turns[running.at]
-            self._placer.ended(session, target, now, final=self._is_last(running))
+            turn = running.session.turns[running.at]
+            self._end(running, now, final=self._is_last(running))
             self._go_on(running, turn, now)
         plan = engine.begin(now, _ALL)
         if plan is not None:
@@ -184,6 +258,16 @@ class Simulation:
             self._versions[target] = number = self._number
             heappush(self._ends, (plan.end, number, target))
             self._number = number + 1
+
+    def _fetch(self, job: Job, running: _Running, now: float) -> None:
+        """The prompt is computed, and goes where it is decoded, but for what is there already."""
+        assert self._split_by is not None
+        self._leave_prefill(running, now)
+        there = self.engines[running.target]
+        blocks = min((job.prompt - 1) // there.profile.block_size, len(job.chain))
+        found = there.cache.find(job.chain, blocks)[0] * there.profile.block_size
+        running.fetches = True
+        self._later(now + (job.prompt - found) * self._split_by.seconds_per_token, running)
 
     @staticmethod
     def _is_last(running: _Running) -> bool:
@@ -193,13 +277,18 @@ class Simulation:
         outcome, first, ended, answer = self.outcome, job.first, job.ended, job.answer
         assert first is not None
         assert ended is not None
+        running: _Running = job.owner
+        if running.prefill < 0:  # else it was counted where it was computed
+            self._count_prompt(job)
         outcome.turns += 1
-        outcome.prompt_tokens += job.prompt
-        outcome.cached_tokens += job.cached or 0
         outcome.answer_tokens += answer
-        outcome.first_token.append(first - job.arrived)
+        outcome.first_token.append(first - running.came)
         if answer > 1:
             outcome.between.append((ended - first) / (answer - 1))
+
+    def _count_prompt(self, job: Job) -> None:
+        self.outcome.prompt_tokens += job.prompt
+        self.outcome.cached_tokens += job.cached or 0
 
     def _go_on(self, running: _Running, turn: Turn, now: float) -> None:
         """With what follows on a turn."""

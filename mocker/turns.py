@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from mocker.flow import Computed, Flow, Paced
 from mocker.handover import Handover, NotFetched, asks_for_decode, names_blocks
 from mocker.records import Recording, Turn, TurnLog
 from mocker.responses import ResponseAnswer, Responses
+from mocker.rooms import Room, Rooms, place_of
 from mocker.settings import MockSettings
 from mocker.voice import Completion, Voice
 from mocker.waiting import Metronome, Pace, left_before, left_now, left_within
@@ -84,7 +85,11 @@ class TurnService:
         }
         self.handover: Handover | None = None
         """None: it has no KV connector, and passes over what is said of other workers' blocks."""
-        if settings.phase != "both":
+        self.rooms: Rooms | None = None
+        """None: nobody is met here."""
+        if settings.phase != "both" and settings.transfer.handover == "sglang":
+            self.rooms = Rooms(settings.transfer)
+        elif settings.phase != "both":
             self.handover = Handover(settings.transfer, random.Random(f"{settings.seed}/{settings.name}/handover"))
         self._senders: set[Send] = set()
         self._ids = random.Random(f"{settings.seed}/{settings.name}")
@@ -146,10 +151,15 @@ class TurnService:
         for rank in self.ranks:
             rank.restart()
         self.cache.clear()
-        if self.handover is not None:
-            self.handover.restart()
+        if self.between_workers is not None:
+            self.between_workers.restart()
         self.reset_running()
         self.load(seconds)
+
+    @property
+    def between_workers(self) -> Handover | Rooms | None:
+        """How it hands over, and takes; None: it does not."""
+        return self.handover or self.rooms
 
     def load_adapter(self, name: str) -> None:
         """Serve it as a model."""
@@ -220,6 +230,8 @@ class TurnService:
 
     def length(self, ask: Ask) -> tuple[int, Finish]:
         """How many tokens each choice of the answer has, and why it ends there."""
+        if self.rooms is not None and self.settings.phase == "prefill":
+            return 1, "length"
         if ask.max_tokens is not None:
             return ask.max_tokens, "length"
         if ask.most_tokens is not None and ask.most_tokens <= self.settings.tokens:
@@ -242,6 +254,7 @@ class TurnService:
     def _admit(self, scope: Scope, headers: Mapping[str, str], ask: Ask, model: str) -> Turn:
         named_by, session = identity.of_headers(headers) or ask.named or (None, None)
         rank = self._rank(headers.get(RANK_HEADER))
+        place = place_of(ask.met_at) if self.rooms is not None and ask.answer is not None else None
         return Turn(
             session=session,
             named_by=named_by,
@@ -258,6 +271,7 @@ class TurnService:
             path=scope["path"],
             authorization=headers.get("authorization"),
             api_key=headers.get("x-api-key"),
+            room=None if place is None else place.room,
         )
 
     def _rank(self, value: str | None) -> int | None:
@@ -312,6 +326,8 @@ class _RunningTurn:
         """How many tokens each choice gets to say."""
         self._last = self._spoken if self._fails else self._tokens - 1
         """The last step's place."""
+        self._room: Room | None = None
+        """Where its prompt is fetched."""
 
     async def run(self, scope: Scope) -> None:
         """Returns when the answer is out or the client has left. The caller ends the record."""
@@ -326,6 +342,14 @@ class _RunningTurn:
                 self._service.crash(fault.seconds)
                 await left_within(self._receive, None)
                 return
+        rooms, number = self._service.rooms, self._turn.room
+        if rooms is None or number is None or self._service.settings.phase != "prefill":
+            await self._answer(scope)
+            return
+        with rooms.open(number, self._turn.prompt_tokens) as self._room:
+            await self._answer(scope)
+
+    async def _answer(self, scope: Scope) -> None:
         ask, service = self._ask, self._service
         if ask.compute is not None:
             if await self._due(1):
@@ -350,17 +374,11 @@ class _RunningTurn:
                     self._remember()
 
     async def _generate_whole(self, answer: Answer) -> None:
-        if self._ask.transfer:
-            fetching = asyncio.create_task(self._fetch())
-            if await left_before(self._receive, _ended(fetching)):
-                fetching.cancel()
-                return
-            try:
-                fetching.result()
-            except RequestError as refusal:
-                await self._refuse(refusal)
-                return
+        if (self._ask.transfer or self._turn.room is not None) and not await self._came(self._fetch()):
+            return
         if not await self._due(self._tokens):
+            return
+        if self._room is not None and not await self._came(self._hand_out(self._room)):
             return
         if self._fails:
             error = ordered(500)
@@ -373,6 +391,19 @@ class _RunningTurn:
             body = body[:-1] + b',"kv_transfer_params":' + wire.encode(self._stage(self._service.handover)) + b"}"
         await self._service.reply(self._send, 200, body)
         self._complete()
+
+    async def _came(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Whether it did before the client left, and raised no RequestError, which is answered."""
+        task = asyncio.create_task(work)
+        if await left_before(self._receive, _ended(task)):
+            task.cancel()
+            return False
+        try:
+            task.result()
+        except RequestError as refusal:
+            await self._refuse(refusal)
+            return False
+        return True
 
     def _stage(self, handover: Handover) -> dict[str, Any] | None:
         """What is said of the prompt's blocks, which stay for another worker."""
@@ -390,6 +421,9 @@ class _RunningTurn:
 
     async def _fetch(self) -> None:
         """Have the blocks that another worker has computed, if the request names some. Raises RequestError."""
+        if self._service.rooms is not None and self._turn.room is not None:
+            await self._meet(self._service.rooms)
+            return
         handover, params, turn = self._service.handover, self._ask.transfer, self._turn
         if handover is None or not params or not params.get("do_remote_prefill"):
             return
@@ -405,6 +439,35 @@ class _RunningTurn:
         else:
             turn.handover = "fetched"
             self._flow = self._service.next_step()
+
+    async def _meet(self, rooms: Rooms) -> None:
+        """The other worker that has the request. Raises RequestError."""
+        turn, place = self._turn, place_of(self._ask.met_at)
+        try:
+            if self._room is not None:
+                await rooms.joined(self._room)
+            else:
+                turn.blocks = await rooms.join(place)
+                turn.handover = "fetched"
+                self._flow = self._service.next_step()
+        except NotFetched as error:
+            raise self._failed_to_come(error) from error
+
+    async def _hand_out(self, room: Room) -> None:
+        """Raises RequestError."""
+        fault, rooms = self._fault, self._service.rooms
+        assert rooms is not None
+        if fault is not None and fault.mode == "handover":
+            room.close()
+        try:
+            await rooms.handed_out(room)
+        except NotFetched as error:
+            raise self._failed_to_come(error) from error
+        self._turn.handover, self._turn.blocks = "staged", room.blocks
+
+    def _failed_to_come(self, error: NotFetched) -> RequestError:
+        self._turn.handover = "failed"
+        return RequestError(500, f"KV transfer failed: {error}", code="internal_error")
 
     async def _stream(self, scope: Scope, events: AsyncIterator[bytes]) -> None:
         """sse-starlette begins and ends the response and watches for the client's leaving."""
@@ -429,6 +492,12 @@ class _RunningTurn:
         steps = self._steps(answer)
         for place in range(last + 1):
             await token(place)
+            if self._room is not None:  # it has one token
+                try:
+                    await self._hand_out(self._room)
+                except RequestError as error:
+                    yield answer.failed(error)
+                    return
             if place == reset:
                 reset_connection(self._connection)
                 await left_within(receive, None)

@@ -112,6 +112,8 @@ class Ask:
     """Prompts with another share no blocks with it."""
     transfer: dict[str, Any] | None = None
     """vLLM's `kv_transfer_params`."""
+    met_at: dict[str, Any] | None = None
+    """SGLang's place and room, as far as they are said."""
     reads: bool = True
     """The model is needed for it; False: only its tokens are counted."""
 
@@ -138,6 +140,9 @@ class _Generation(msgspec.Struct, kw_only=True):
     metadata: Any = None
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
 
 
 class _Chat(_Generation, kw_only=True):
@@ -237,6 +242,11 @@ def _ask(request: _Generation, prompt: bytes, shape: AnswerShape) -> Ask:
         named=identity.of_body(request.prompt_cache_key, request.metadata),
         salt=request.cache_salt or "",
         transfer=request.kv_transfer_params,
+        met_at={
+            "host": request.bootstrap_host,
+            "port": request.bootstrap_port,
+            "room": request.bootstrap_room,
+        },
     )
 
 

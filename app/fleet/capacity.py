@@ -1,7 +1,8 @@
 """How many turns a target, and a tenant, may have at once, and the queue of those that wait for a slot.
 
-A slot is one attempt's: it counts at its target and for its tenant. A turn takes one at once where both have room; else
-it waits. When a slot is given back, or a worker is there again, the waiting turns are looked at: the tenant that was
+A slot is one attempt's: it counts at its target and for its tenant. One that a turn takes *beside* its own counts at
+its target alone, or a tenant's turn would wait for itself. A turn takes one at once where both have room; else it
+waits. When a slot is given back, or a worker is there again, the waiting turns are looked at: the tenant that was
 longest not given a slot first, and of one tenant the turns as they came. A turn of a session waits for its own target;
 one that is free to choose takes whichever has room first of those that serve its model, as they are at that moment:
 workers come, and their lists change, while it waits. So a free slot and a turn that could have it are never there
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import random
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -109,11 +111,12 @@ class Waiter:
 class _Tenant:
     """Whose turns run or wait. Those that wait stand in lines, as they came, none of which is empty: `bound` by the
     target that they want, `free` by what they may choose from. `served`: the number of the last slot that it was given
-    out of the queue."""
+    out of the queue. Its slots beside others are another one's, which is not `limited`."""
 
-    __slots__ = ("bound", "free", "running", "served", "waiting")
+    __slots__ = ("bound", "free", "limited", "running", "served", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, limited: bool) -> None:
+        self.limited = limited
         self.running = self.waiting = self.served = 0
         self.bound: dict[Target, list[Waiter]] = {}
         self.free: dict[Choice, list[Waiter]] = {}
@@ -164,6 +167,8 @@ class Capacity:
         self._loop, self._rng = loop, rng
         self._tenants: dict[bytes, _Tenant] = {}
         """All that ever had a turn: their names are the operator's, so those are few."""
+        self._beside: dict[bytes, _Tenant] = {}
+        """Their slots beside others."""
         self._queue: dict[_Tenant, None] = {}
         """Those that have turns which wait."""
         self.running = self.waiting = 0
@@ -182,11 +187,11 @@ class Capacity:
         known = self._tenants.get(tenant)
         return known is None or self._has_room(known)
 
-    def take(self, tenant: bytes, target: Target) -> Slot | None:
-        """A slot at `target` now; None where there is none: then `wait`."""
+    def take(self, tenant: bytes, target: Target, *, beside: bool = False) -> Slot | None:
+        """A slot at `target` now, perhaps `beside` the turn's own; None where there is none: then `wait`."""
         if not _has_room(target):
             return None
-        known = self._tenant(tenant)
+        known = self._tenant(tenant, beside)
         return self._slot(known, target) if self._has_room(known) else None
 
     def wait(
@@ -198,11 +203,12 @@ class Capacity:
         began: float,
         until: float,
         stays: bool = False,
+        beside: bool = False,
     ) -> Waiter:
         """Be in the queue for a slot at `target`, or, where that is None, at any of the `choice`. `began`: when the
         turn did, which is its place among its tenant's; `until`: when it is refused, in the loop's time. `stays`: also
-        when the target's worker is lost. Raises Full."""
-        known = self._tenant(tenant)
+        when the target's worker is lost. `beside`: as for `take`. Raises Full."""
+        known = self._tenant(tenant, beside)
         waiter = Waiter(known, target, choice, began, self._loop.time(), stays)
         if self._closed:
             raise self._refusal(waiter, "shutdown")
@@ -229,7 +235,10 @@ class Capacity:
             waiter.slot.give_back()
 
     def waiting_by_tenant(self) -> dict[bytes, int]:
-        return {name: tenant.waiting for name, tenant in self._tenants.items() if tenant.waiting}
+        counts: Counter[bytes] = Counter()
+        for tenants in (self._tenants, self._beside):
+            counts.update({name: tenant.waiting for name, tenant in tenants.items() if tenant.waiting})
+        return counts
 
     def close(self) -> None:
         """Refuse all that wait, and whoever would from now on: the router is being stopped."""
@@ -247,11 +256,12 @@ class Capacity:
         if self.waiting:
             self._fill(target)
 
-    def _tenant(self, name: bytes) -> _Tenant:
-        return self._tenants.get(name) or self._tenants.setdefault(name, _Tenant())
+    def _tenant(self, name: bytes, beside: bool) -> _Tenant:
+        tenants = self._beside if beside else self._tenants
+        return tenants.get(name) or tenants.setdefault(name, _Tenant(not beside))
 
     def _has_room(self, tenant: _Tenant) -> bool:
-        return not self._bounds.per_tenant or tenant.running < self._bounds.per_tenant
+        return not (self._bounds.per_tenant and tenant.limited) or tenant.running < self._bounds.per_tenant
 
     def _slot(self, tenant: _Tenant, target: Target) -> Slot:
         now = self._loop.time()

@@ -14,6 +14,11 @@ Phase = Literal["both", "prefill", "decode"]
 """What a worker does of a turn: all of it; its prompt, for another one; or the rest, of a prompt that another one has
 computed, or of one that is little work."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
+Handover = Literal["vllm", "sglang"]
+"""How a worker that has a phase gives a prompt to another one, or takes it from there: as whose engines do it."""
+HANDOVERS: tuple[Handover, ...] = get_args(Handover)
+BOOTSTRAP_PORT = 8998
+"""SGLang's default."""
 
 _place = re.compile(
     r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9][A-Za-z0-9._-]*):0*([1-9][0-9]{0,4})", re.ASCII
@@ -60,6 +65,9 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 0
     """Data-parallel ranks; 0: ranks mean nothing to it."""
     phase: str = "both"
+    handover: str = HANDOVERS[0]
+    bootstrap_port: int = BOOTSTRAP_PORT
+    """Where an SGLang that prefills is met by those that decode."""
     models: tuple[str, ...] = ()
     """What it says it serves."""
     labels: dict[str, str] = {}
@@ -82,6 +90,8 @@ class Described(msgspec.Struct, frozen=True, kw_only=True):
             url=url,
             ranks=checked_ranks(self.ranks) if self.ranks else 0,
             phase=checked_phase(self.phase),
+            handover=checked_handover(self.handover),
+            bootstrap_port=checked_port(self.bootstrap_port),
             models=self.models,
             labels=self.labels,
             incarnation=self.incarnation,
@@ -97,12 +107,16 @@ class WorkerSpec(Described, frozen=True, kw_only=True):
 
     name: str
     phase: Phase = "both"
+    handover: Handover = HANDOVERS[0]
     tls_name: str = ""
     """Whose certificate an https worker shows; empty: that of the URL's host."""
 
     def is_another(self, other: WorkerSpec) -> bool:
         """What was known of the other one is not true of it: it is elsewhere, or its cache is lost."""
-        mine, others = ((each.url, each.ranks, each.tls_name, each.phase) for each in (self, other))
+        mine, others = (
+            (each.url, each.ranks, each.tls_name, each.phase, each.handover, each.bootstrap_port)
+            for each in (self, other)
+        )
         return mine != others or self.is_colder(other)
 
     def is_colder(self, other: WorkerSpec) -> bool:
@@ -139,30 +153,65 @@ def checked_phase(phase: str) -> Phase:
     raise WorkerError(f"{phase!r} is no phase of a turn; write prefill, decode or both")
 
 
+def checked_handover(handover: str) -> Handover:
+    """Raises WorkerError."""
+    for known in HANDOVERS:
+        if handover == known:
+            return known
+    raise WorkerError(f"{handover!r} is no hand-over between workers; write vllm or sglang")
+
+
+def checked_port(port: int) -> int:
+    """Of an SGLang's bootstrap server. Raises WorkerError."""
+    if not 1 <= port <= 65_535:
+        raise WorkerError("bootstrap-port is a port, 1 to 65535")
+    return port
+
+
 def worker_spec(text: str) -> WorkerSpec:
-    """Of one `URL[,name=NAME][,dp=N][,phase=PHASE]`. Raises WorkerError."""
+    """Of one `URL[,name=NAME][,dp=N][,phase=PHASE][,handover=ENGINE][,bootstrap-port=N]`. Raises WorkerError."""
     written, *options = text.split(",")
     url = normal_url(written)
     name, ranks, events, replay = worker_name(url), 0, "", ""
     phase: Phase = "both"
+    handover, port = HANDOVERS[0], BOOTSTRAP_PORT
     for option in options:
         key, equals, value = (part.strip() for part in option.partition("="))
         if key == "name" and equals:
             name = checked_name(value)
         elif key == "dp" and equals:
-            ranks = checked_ranks(int(value) if value.isascii() and value.isdigit() else 0)
+            ranks = checked_ranks(_number(value))
         elif key == "kv-events" and equals:
             events = checked_place(value)
         elif key == "kv-replay" and equals:
             replay = checked_place(value)
         elif key == "phase" and equals:
             phase = checked_phase(value)
+        elif key == "handover" and equals:
+            handover = checked_handover(value)
+        elif key == "bootstrap-port" and equals:
+            port = checked_port(_number(value))
         else:
             known = (
-                "write URL[,name=NAME][,dp=RANKS][,phase=PHASE][,kv-events=tcp://HOST:PORT][,kv-replay=tcp://HOST:PORT]"
+                "write URL[,name=NAME][,dp=RANKS][,phase=PHASE][,handover=vllm|sglang][,bootstrap-port=PORT]"
+                "[,kv-events=tcp://HOST:PORT][,kv-replay=tcp://HOST:PORT]"
             )
             raise WorkerError(f"worker {text!r} has the unknown option {option!r}; {known}")
-    return WorkerSpec(name=name, url=url, ranks=ranks, phase=phase, kv_events=events, kv_replay=replay)
+    return WorkerSpec(
+        name=name,
+        url=url,
+        ranks=ranks,
+        phase=phase,
+        handover=handover,
+        bootstrap_port=port,
+        kv_events=events,
+        kv_replay=replay,
+    )
+
+
+def _number(text: str) -> int:
+    """0 where it is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
@@ -186,9 +235,13 @@ def worker_specs(texts: Iterable[str]) -> list[WorkerSpec]:
 
 def lacking_phase(specs: Iterable[WorkerSpec]) -> str:
     """What a whole fleet lacks for a turn to go through all of its phases, and the remedy; empty: nothing."""
-    phases = {spec.phase for spec in specs}
+    roles = {(spec.phase, spec.handover) for spec in specs}
+    phases = {phase for phase, _ in roles}
     if phases and phases <= {"prefill"}:
         return "workers that prefill and none that decodes; name one with phase=decode, or without a phase"
     if "decode" in phases and "prefill" not in phases:
         return "workers that only decode and none that prefills; name one with phase=prefill, or leave phase=decode out"
+    for handover in HANDOVERS:
+        if ("decode", handover) in roles and ("prefill", handover) not in roles:
+            return f"workers with phase=decode,handover={handover} and none with phase=prefill,handover={handover}"
     return ""

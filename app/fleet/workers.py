@@ -8,6 +8,7 @@ import functools
 import logging
 import ssl
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from app.fleet.candidates import Candidates, Lineup, Prompt, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance, Word
 from app.fleet.loads import Others, Owed, Weights
-from app.fleet.specs import Phase, WorkerError, WorkerSpec, normal_url, worker_name
+from app.fleet.specs import BOOTSTRAP_PORT, HANDOVERS, Handover, Phase, WorkerError, WorkerSpec, normal_url, worker_name
 from app.http.headers import Header, Origin
 from app.http.names import Names
 from app.http.worker import Pool
@@ -42,8 +43,9 @@ Tls = Callable[[], ssl.SSLContext]
 class Worker:
     """One inference server, and its targets: itself, or its data-parallel ranks."""
 
-    __slots__ = ("_leaving", "_mark", "authority", "base_path", "burden", "cells", "changed", "health", "host_line",
-                 "known", "name", "newness", "origin", "owed", "phase", "pool", "spec", "targets", "url")  # fmt: skip
+    __slots__ = ("_leaving", "_mark", "authority", "base_path", "bootstrap_port", "burden", "cells", "changed",
+                 "handover", "health", "host_line", "known", "name", "newness", "origin", "owed", "phase", "pool",
+                 "spec", "targets", "url")  # fmt: skip
 
     def __init__(
         self,
@@ -54,6 +56,8 @@ class Worker:
         ranks: int = 0,
         max_turns: int = 0,
         phase: Phase = "both",
+        handover: Handover = HANDOVERS[0],
+        bootstrap_port: int = BOOTSTRAP_PORT,
         tolerance: Tolerance | None = None,
         joins: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +73,7 @@ class Worker:
         self.base_path = parts.path.rstrip("/").encode()
         self.origin = Origin(parts.scheme.encode(), self.authority, self.base_path)
         self.pool = pool
-        self.phase = phase
+        self.phase, self.handover, self.bootstrap_port = phase, handover, bootstrap_port
         self.targets = tuple(Target(self, rank, max_turns) for rank in range(ranks)) or (Target(self, None, max_turns),)
         self.changed: Callable[[], None] = lambda: None
         """Told when it is known, marked or named otherwise."""
@@ -238,6 +242,8 @@ class Fleet:
         """How many of them have limits."""
         self.prefilling = self.phased = 0
         """How many of them only prefill, and have a phase at all."""
+        self._handovers: Counter[Handover] = Counter()
+        """How many of them prefill by each."""
         self.look: Callable[[], None] | None = None
         """Has the sources of workers asked at once; None: the fleet is what it is."""
         self.tell: Callable[[Worker, Word], None] = lambda worker, word: None
@@ -316,6 +322,14 @@ class Fleet:
     def worker(self, name: str) -> Worker | None:
         return self._workers.get(name)
 
+    def prefilling_by(self, handover: Handover) -> frozenset[str] | None:
+        """The names of those that prefill and hand over so; None: all that prefill do."""
+        if self._handovers[handover] == self.prefilling:
+            return None
+        return frozenset(
+            each.name for each in self._workers.values() if not each.takes_turns and each.handover == handover
+        )
+
     def find(self, name: str, rank: int | None) -> Target | None:
         """The target that a claim names, or None when it is not in this fleet."""
         worker = self._workers.get(name)
@@ -345,6 +359,8 @@ class Fleet:
         self._limited += worker.limit > 0
         self.prefilling += not worker.takes_turns
         self.phased += worker.phase != "both"
+        if not worker.takes_turns:
+            self._handovers[worker.handover] += 1
         self._look_after(worker)
 
     def _dismiss(self, worker: Worker | None) -> None:
@@ -353,6 +369,8 @@ class Fleet:
             self._limited -= worker.limit > 0
             self.prefilling -= not worker.takes_turns
             self.phased -= worker.phase != "both"
+            if not worker.takes_turns:
+                self._handovers[worker.handover] -= 1
             worker.dismiss()
             worker.pool.close()
 
@@ -482,11 +500,13 @@ def make_worker(
     joins: bool = False,
     max_turns: int = 0,
     phase: Phase = "both",
+    handover: Handover = HANDOVERS[0],
+    bootstrap_port: int = BOOTSTRAP_PORT,
     clock: Callable[[], float] = time.monotonic,
 ) -> Worker:
     """A worker from its URL. `tls` is used for https URLs, `tls_name` for its certificate where that is not of the
     URL's host; limits in seconds; `names`: the fleet's; `joins`: it comes to a fleet that runs already; `max_turns`,
-    `phase`: as for Worker. Raises WorkerError."""
+    `phase`, `handover`, `bootstrap_port`: as for Worker. Raises WorkerError."""
     url = normal_url(url)
     parts = urlsplit(url)
     assert parts.hostname is not None
@@ -507,6 +527,8 @@ def make_worker(
         ranks=ranks,
         max_turns=max_turns,
         phase=phase,
+        handover=handover,
+        bootstrap_port=bootstrap_port,
         tolerance=tolerance,
         joins=joins,
         clock=clock,

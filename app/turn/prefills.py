@@ -1,129 +1,29 @@
 """Where the prompt of a turn is computed that is decoded elsewhere: the session's own claim for that, before the
-client's hint, before the policy. And what is said to each of the two, as vLLM's KV connectors have it:
-
-- the prefill worker gets the client's request for one token, in one piece, with `kv_transfer_params` that ask for
-  remote decode; its answer says in the same field where the prompt's blocks are (the *hand-over*);
-- the decode worker gets the client's request with the hand-over in it, and every other byte as it was.
-
-(`vllm/distributed/kv_transfer/kv_connector/v1/nixl/`, read at 0.33, and its `toy_proxy_server.py`.)
-"""
+client's hint, before the policy. Among those that hand over as the decode worker takes it (`Handover`)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from app.errors import TurnError
 from app.fleet.policies import Policy, direct, least
+from app.fleet.specs import Handover
 from app.fleet.workers import Fleet, Target
 from app.http.exchange import Exchange
 from app.sessions.affinity import Affinity, Binding
 from app.sessions.identity import read_prefill_hints
 from app.sessions.placing import Placement
-from app.turn.fields import BodyHints, members, with_member
+from app.turn.fields import BodyHints
 from app.turn.releases import Releases
 from app.turn.request import Request
 from app.turn.routing import Decision, Hint, Routing
 
 PREFILL_HINT = "X-Dynamo-Prefill-Instance-ID"
 _RANK_HINT = "X-Dynamo-Prefill-DP-Rank"
-TRANSFER = "kv_transfer_params"
-_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
-_ASKED = (
-    b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
-    b'"remote_host":null,"remote_port":null}'
-)
-_ONE = msgspec.Raw(b"1")
-_ONES = frozenset({b"1", b"null"})
-_NO_TEXT = msgspec.Raw(b'""')
-_OF_THE_PROMPT = ("best_of", "use_beam_search", "prompt_embeds", "prompt_logprobs", "echo")
-_HARMLESS = frozenset({b"null", b"false", b"1"})
 _NO_HINTS = BodyHints()
-
-
-class Parts(msgspec.Struct, frozen=True):
-    """A request that can be split."""
-
-    one_token: bytes
-    """For one token: with a hand-over it fetches what was staged, and does little more."""
-
-    @property
-    def prompt(self) -> bytes:
-        """Has its prompt computed, for another worker."""
-        return with_member(self.one_token, TRANSFER, _ASKED)
-
-
-class _Blocks(msgspec.Struct):
-    """What a hand-over must say."""
-
-    do_remote_prefill: bool
-    remote_block_ids: list[Any]
-    remote_engine_id: str
-    remote_host: str
-    remote_port: int
-
-
-class _Prefilled(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_decode_prefilled = msgspec.json.Decoder(_Prefilled).decode
-_decode_blocks = msgspec.json.Decoder(_Blocks).decode
-_encode = msgspec.json.Encoder().encode
-
-
-class NoHandover(Exception):
-    """A prefill worker has answered without one that can be used: `kind` is missing or malformed."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__(f"the hand-over of the prompt is {kind}")
-        self.kind = kind
-
-
-def can_be_split(path: bytes) -> bool:
-    """Whether requests to this path have two phases: others have no field for the hand-over."""
-    return path in _PATHS
-
-
-def split(body: bytes) -> Parts | None:
-    """None: it cannot be: it has several prompts or asks for several answers, wants to know of its prompt's tokens, is
-    split by somebody in front of us, or cannot be read."""
-    said = members(body)
-    if not said or bytes(said.get("n", _ONE)) not in _ONES or bytes(said.get(TRANSFER, b"null")) != b"null":
-        return None
-    prompt = bytes(said.get("prompt", _NO_TEXT)).strip()
-    if prompt[:1] == b"[" and not prompt[1:].lstrip()[:1].isdigit():  # not one list of tokens
-        return None
-    if any(bytes(said.get(name, b"null")) not in _HARMLESS for name in _OF_THE_PROMPT):
-        return None
-    for name in ("stream", "stream_options", "min_tokens", TRANSFER):
-        said.pop(name, None)
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in said]
-    for name in limits or ("max_tokens",):
-        said[name] = _ONE
-    said["stream"] = msgspec.Raw(b"false")
-    try:
-        return Parts(_encode(said))
-    except UnicodeEncodeError:  # half a surrogate pair in a name
-        return None
-
-
-def handover_in(answer: bytes) -> bytes:
-    """As the prefill worker says it. Raises NoHandover."""
-    try:
-        found = bytes(_decode_prefilled(answer).kv_transfer_params)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NoHandover("malformed") from error
-    if found == b"null":
-        raise NoHandover("missing")
-    try:
-        said = _decode_blocks(found)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NoHandover("malformed") from error
-    if not (said.do_remote_prefill and said.remote_block_ids and said.remote_engine_id and said.remote_host):
-        raise NoHandover("malformed")
-    return found
 
 
 class Prefills:
@@ -156,8 +56,12 @@ class Prefills:
             return None if rank is None else Hint(None, rank, ())
         return self._routing.hint_at(exchange, name, rank, PREFILL_HINT, prefill=True)
 
-    def among(self, request: Request) -> frozenset[str] | None:
-        """The names of those that prefill for its model; None: all."""
+    def among(self, request: Request, handover: Handover) -> frozenset[str] | None:
+        """The names of those that prefill for its model and hand over so; None: all."""
+        serving, speaking = self._serving(request), self._fleet.prefilling_by(handover)
+        return serving if speaking is None else speaking if serving is None else serving & speaking
+
+    def _serving(self, request: Request) -> frozenset[str] | None:
         model = request.fields.model
         return self._routing.prefilling(model) if model else None
 
@@ -174,11 +78,11 @@ class Prefills:
 
     def _key(self, request: Request, session: tuple[bytes, ...]) -> str:
         model = request.fields.model or ""
-        return self._routing.prefill_key(request, session, model if self.among(request) is not None else "")
+        return self._routing.prefill_key(request, session, model if self._serving(request) is not None else "")
 
-    def placement(self, request: Request, hint: Hint | None) -> Placement:
+    def placement(self, request: Request, hint: Hint | None, handover: Handover) -> Placement:
         """How that is placed where no claim stands."""
-        among = self.among(request)
+        among = self.among(request, handover)
         if hint is not None and hint.targets:
             self._check(request, hint, among)
             return Placement(candidates=hint.targets, among=among, full_too=True, prefill=True)
@@ -195,9 +99,11 @@ class Prefills:
             raise TurnError("hint_conflict", f"the session is prefilled elsewhere than {hint} asks", param=PREFILL_HINT)
         return Decision(bound, how, "memory", overrides)
 
-    def without_session(self, request: Request, hint: Hint | None, lost: frozenset[str]) -> Decision:
+    def without_session(
+        self, request: Request, hint: Hint | None, lost: frozenset[str], handover: Handover
+    ) -> Decision:
         """Raises TurnError."""
-        among = self.among(request)
+        among = self.among(request, handover)
         if hint is not None and not lost:
             if not hint.targets:
                 raise _needs_worker()
@@ -210,31 +116,31 @@ class Prefills:
             raise _hint_required()
         return Decision(self._policy(candidates), "none", "policy")
 
-    def holds(self, target: Target, request: Request) -> bool:
+    def holds(self, target: Target, request: Request, handover: Handover) -> bool:
         """Whether a session's prompts are still computed at `target`."""
-        worker, among = target.worker, self.among(request)
+        worker, among = target.worker, self.among(request, handover)
         if not worker.known or worker.takes_turns or (among is not None and worker.name not in among):
             return False
         return not worker.health.evicting or not self._fleet.has_other(frozenset({worker.name}), among, prefill=True)
 
     def _check(self, request: Request, hint: Hint, among: frozenset[str] | None) -> None:
         if among is not None and hint.worker is not None and hint.worker not in among:
-            message = f"the worker {hint.worker} does not prefill for the model {request.fields.model!r}"
+            message = f"the worker {hint.worker} does not prefill for the model {request.fields.model!r} here"
             raise TurnError("unknown_worker", message, param=PREFILL_HINT)
 
-    async def explain(self, request: Request, hint: Hint | None) -> dict[str, Any]:
+    async def explain(self, request: Request, hint: Hint | None, handover: Handover) -> dict[str, Any]:
         """Where the prompt would be computed, if it were now. Raises TurnError."""
         session = request.identity.session
         if session is None:
-            decision = self.without_session(request, hint, frozenset())
+            decision = self.without_session(request, hint, frozenset(), handover)
         else:
             key = self._key(request, session)
             view = await self._affinity.look_up(key)
-            if view.target is not None and self.holds(view.target, request):
+            if view.target is not None and self.holds(view.target, request, handover):
                 how = {"store": "stored", "degraded": "degraded"}.get(view.source, "cached")
                 decision = self.of_session(view.target, how, hint)
             else:
-                target, because = await self._affinity.choose(self.placement(request, hint), key)
+                target, because = await self._affinity.choose(self.placement(request, hint, handover), key)
                 decision = Decision(target, "created" if view.claim is None else "rebound", because)
         return {
             "worker": decision.target.worker.name,
@@ -249,6 +155,8 @@ class Phases(msgspec.Struct, frozen=True):
 
     prefills: Prefills
     releases: Releases
+    room: Callable[[], int]
+    """Another number for each request that two workers are to meet for."""
 
 
 def _needs_worker() -> TurnError:

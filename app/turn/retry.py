@@ -14,7 +14,8 @@ A request is sent again only when no work can be done twice:
   of which two workers have died is not taken to a third, and its client is told not to send it again either.
 
 A request whose body goes through as it comes, or that asks for another protocol, goes on a fresh connection and is sent
-once. Nothing else is tried again: the worker may be at work on it.
+once. Nothing else is tried again: the worker may be at work on it. (Turns in two phases can begin anew where a worker
+is silent: see `phases`.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.capacity import Slot
-from app.fleet.health import Health
+from app.fleet.health import Health, Probe, State
 from app.fleet.workers import Target, Worker
 from app.http.inplace import Driven
 from app.http.worker import (
@@ -154,7 +155,8 @@ class Attempt:
         self.connection: WorkerConnection | None = None
         self._upload: Driven | None = None
         self.upload_fault: Exception | None = None
-        """Why the rest of the request could not be sent."""
+        """Why it was given up, where that is no failure of the worker's: the rest of the request could not be sent, or
+        what it waits for will not come."""
         if slot is None:
             target.in_flight += 1
             target.spent -= loop.time()
@@ -203,6 +205,13 @@ async def connect(worker: Worker, presence: Presence, metrics: Metrics) -> Worke
     metrics.connects.inc(worker.name, "ok")
     worker.health.connected()
     return connection
+
+
+def is_silent(worker: Worker) -> bool:
+    """Whether a worker that has not answered a turn in time is no slow one: it is not up, or does not answer its
+    probes either."""
+    health = worker.health
+    return health.state is not State.UP or health.probe is Probe.BAD or health.probe is Probe.UNREACHABLE
 
 
 async def is_gone(worker: Worker, presence: Presence, metrics: Metrics) -> bool:

@@ -11,9 +11,20 @@ class Slots:
     """What one turn has of the capacity. It holds a slot from when it is ready, or has waited, until its attempt takes
     it (`hand_over`); `give_back` when the turn ends."""
 
-    __slots__ = ("_began", "_bounds", "_capacity", "_presence", "_slot", "_stays", "_tenant", "_until")
+    __slots__ = ("_began", "_beside", "_bounds", "_capacity", "_presence", "_slot", "_stays", "_tenant", "_until")
 
-    def __init__(self, capacity: Capacity, bounds: Bounds, tenant: bytes, presence: Presence, began: float) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        bounds: Bounds,
+        tenant: bytes,
+        presence: Presence,
+        began: float,
+        *,
+        beside: bool = False,
+    ) -> None:
+        """`beside`: they come to others that the turn holds."""
+        self._beside = beside
         self._capacity, self._bounds, self._tenant = capacity, bounds, tenant
         self._presence, self._began = presence, began
         self._slot: Slot | None = None
@@ -35,7 +46,7 @@ class Slots:
             if slot.target is target:
                 return True
             slot.give_back()
-        self._slot = slot = self._capacity.take(self._tenant, target)
+        self._slot = slot = self._capacity.take(self._tenant, target, beside=self._beside)
         return slot is not None
 
     async def wait(self, target: Target | None, choice: Choice = ANYTHING, *, stays: bool = False) -> Target | None:
@@ -52,6 +63,7 @@ class Slots:
             began=self._began,
             until=self._until,
             stays=stays or self._stays,
+            beside=self._beside,
         )
         try:
             await self._presence.unless_gone_before(waiter.wake, lambda: capacity.leave(waiter))

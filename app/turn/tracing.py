@@ -180,6 +180,19 @@ class TurnTrace:
         self._attempts[name] += 1
         return self._tracing.header_of(self._step)
 
+    def beside(self, target: Target) -> BesideSpan:
+        """A worker computes the prompt while an attempt is under way."""
+        span = self._tracing.child(
+            "prefill",
+            self._context,
+            calls=True,
+            coatcheck__worker=target.worker.name,
+            coatcheck__rank=target.rank,
+            http__request__resend_count=self._attempts["prefill"] or None,
+        )
+        self._attempts["prefill"] += 1
+        return BesideSpan(self._tracing, span)
+
     def answered(self, status: int) -> None:
         """The worker has begun to answer the attempt."""
         assert self._step is not None
@@ -215,3 +228,21 @@ class TurnTrace:
         if step is not None:
             self._since = time.time_ns()
             step.end(self._since)
+
+
+class BesideSpan:
+    """What another worker does meanwhile."""
+
+    def __init__(self, tracing: Tracing, span: Span) -> None:
+        self._tracing, self._span = tracing, span
+        self.header = tracing.header_of(span)
+
+    def end(self, status: int, failure: Exception | None) -> None:
+        """`status`: of its answer; 0: there was none."""
+        if status:
+            self._span.set_attribute("http.response.status_code", status)
+        if failure is not None:
+            self._span.set_attribute("error.type", type(failure).__name__)
+        if failure is not None or status >= 500:
+            self._span.set_status(self._tracing.error, None if failure is None else str(failure))
+        self._span.end()

@@ -18,6 +18,9 @@ from msgspec import Meta
 FOLDER = Path(__file__).parents[1] / "profiles"
 """Of those that come along."""
 
+TOKEN_BYTES = 131_072.0
+"""Of the cache of one token, where the model is not told: Llama 3.1 8B's."""
+
 _Positive = Annotated[float, Meta(gt=0)]
 _NotNegative = Annotated[float, Meta(ge=0)]
 _Count = Annotated[int, Meta(ge=1)]
@@ -56,6 +59,8 @@ class Profile:
     """Sequences that run or wait at most: vLLM's max-num-queued-reqs; 0: any number."""
     startup: float = 0.0
     """Seconds from a start until it answers."""
+    token_bytes: float = TOKEN_BYTES
+    """Of the cache of one token, which go from one worker to another."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "blocks", "max_tokens", "max_running"):
@@ -172,6 +177,7 @@ def _profile(name: str, said: _File) -> Profile:
         max_running=engine.max_running,
         max_queued=engine.max_queued,
         startup=engine.startup_s,
+        token_bytes=TOKEN_BYTES if said.model is None else _kv_bytes(said.model),
     )
 
 

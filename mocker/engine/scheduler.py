@@ -36,13 +36,15 @@ class TooLong(ValueError):
 class Job:
     """A sequence: a prompt, and an answer of known length. Times are what the scheduler's caller calls time."""
 
-    __slots__ = ("answer", "arrived", "cached", "chain", "computed", "ended", "first", "held", "owner", "preempted",
-                 "prompt", "run", "running", "said", "since")  # fmt: skip
+    __slots__ = ("answer", "arrived", "cached", "chain", "computed", "ended", "fetched", "first", "held", "owner",
+                 "preempted", "prompt", "run", "running", "said", "since")  # fmt: skip
 
-    def __init__(self, chain: Chain, prompt: int, answer: int, owner: Any = None) -> None:
+    def __init__(self, chain: Chain, prompt: int, answer: int, owner: Any = None, *, fetched: bool = False) -> None:
         """`chain`: of the blocks of prompt and answer. `prompt`, `answer`: tokens of each, at least one. `owner`: for
-        the caller."""
+        the caller. `fetched`: another engine has computed the prompt, and what is there of it has come."""
         self.chain = chain
+        self.fetched = fetched
+        """Of the prompt only the last token is computed; all of it after a preemption."""
         self.prompt = prompt
         self.answer = answer
         self.owner = owner
@@ -290,7 +292,7 @@ class Scheduler:
             # At least the last token is computed, for what comes after it is wanted.
             run, found, idle = cache.look(job.chain, min((length - 1) // size, len(job.chain)))
             computed = found * size
-            tokens = min(length - computed, budget)
+            tokens = length - computed if job.fetched else min(length - computed, budget)
             lacking = -(-(computed + tokens) // size) - found
             if lacking > cache.room - idle:
                 return
@@ -298,13 +300,16 @@ class Scheduler:
             job.run = cache.hold_found(run, found)
             job.computed = computed
             if job.cached is None:
-                job.cached = computed
+                job.cached = length - 1 if job.fetched else computed
                 self.counters.queries += job.prompt
-                self.counters.hits += computed
+                self.counters.hits += job.cached
             job.running = True
             self._running[job] = None
             self._prefilling[job] = None
             self._compute(plan, job, tokens, lacking)
+            if job.fetched:
+                plan.chunks[-1] = job, 1
+                tokens = 1
             budget -= tokens
 
     def _lacking(self, job: Job, tokens: int) -> int:
@@ -377,6 +382,7 @@ class Scheduler:
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not job]
         job.computed = 0
+        job.fetched = False
         job.preempted += 1
         self.counters.preemptions += 1
         self._waiting.appendleft(job)

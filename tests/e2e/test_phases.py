@@ -155,3 +155,49 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(fleet: Flee
     released = sum([total(await metrics(replica), "coatcheck_handovers_released_total") for replica in fleet.replicas])
     staged = [each["handover"] for worker in fleet.prefill for each in await turns(worker)].count("staged")
     assert 0 < released < staged
+
+
+async def test_workers_that_are_asked_at_once_meet_and_leave_nothing_behind(module_processes: Processes) -> None:
+    """Registered, so that replicas know by their records how they hand over, and where they are met."""
+    claims = f"file://{module_processes.folder}/met"
+    options = ["app", "mock", "--port", "0", "--count", "2", "--register", claims, "--handover", "sglang"]
+    options += ["--bootstrap-port", "0", "--kv-lease-s", "600", "--ttft-ms", "20", "--tokens", "4"]
+    started = [module_processes.start(phase, *options, "--phase", phase) for phase in ("prefill", "decode")]
+    workers = [Worker("", url, process) for process in started for url in process.urls(2)]
+    serve = [f"--claims={claims}", f"--store-deadline={PATIENCE}"]
+    replicas = module_processes.replicas_with(serve, serve)
+    sessions = [new_session() for _ in range(20)]
+    chance = random.Random(5)
+
+    async def all_known() -> bool:
+        return all(
+            [len((await ask(each.url, target="/admin/workers")).json["workers"]) == len(workers) for each in replicas]
+        )
+
+    async def both(session: str) -> None:
+        answers = await asyncio.gather(*(turn(replica, session, stream=True) for replica in replicas))
+        assert [status for status, _ in answers] == [200, 200]
+
+    async def leaves(number: int) -> None:
+        async with await Wire.to(replicas[number % 2].url) as wire:
+            wire.chat(session=new_session(), stream=number % 4 < 2, messages=[{"role": "user", "content": TEXT}])
+            await asyncio.sleep(chance.uniform(0.0, 0.12))
+
+    await wait_until(all_known, LIMIT)
+    await asyncio.gather(*map(both, sessions), *map(leaves, range(40)))
+    places: defaultdict[tuple[str, bool], set[int]] = defaultdict(set)
+    for number, worker in enumerate(workers):
+        for each in await turns(worker):
+            if each["session"] in sessions:
+                places[each["session"], number < 2].add(number)
+                assert each["handover"] == ("staged" if number < 2 else "fetched")
+    assert len(places) == 2 * len(sessions)
+    assert {len(where) for where in places.values()} == {1}
+
+    async def nothing_left() -> bool:
+        found = await states(workers)
+        running = [total(await metrics(replica), "coatcheck_in_flight") for replica in replicas]
+        return not any(running) and not any(state["active"] or state["staged"] for state in found)
+
+    await wait_until(nothing_left, LIMIT)
+    assert [state["expired"] for state in await states(workers)] == [0] * len(workers)

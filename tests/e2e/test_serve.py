@@ -232,7 +232,7 @@ def test_who_has_connected_when_the_port_closes_is_answered(serve: Callable[...,
     for each in waiting:
         with each, each.makefile("rb") as answer:
             assert answer.readline() == b"HTTP/1.1 400 Bad Request\r\n"
-            assert answer.read().endswith(b"}")  # the signal may be heard after some were answered: they are closed idle
+            assert answer.read().endswith(b"}")  # those that were answered before the signal is heard are closed idle
     assert router.process.wait(10) == 0
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from app.fleet.health import Probe
 from app.fleet.specs import worker_specs
 from app.turn import phases
 from tests.support.client import Call
@@ -418,3 +419,21 @@ async def test_every_other_byte_of_a_request_is_as_the_client_sent_it() -> None:
         params, _ = json.JSONDecoder().raw_decode(rest)
         assert params["do_remote_prefill"] is True
         assert (begin + rest[json.JSONDecoder().raw_decode(rest)[1] :]) == body
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_worker_that_is_silent_to_its_probes_too_is_passed_over_once_and_keeps_its_sessions(phase: str) -> None:
+    async with phased(replicas=1, first_byte_timeout=2) as room:
+        first = await room.turn("s")
+        silent = places(first)[phase == "decode"]
+        assert silent is not None
+        await room.mocks[silent].fault(mode="hang", times=2)
+        assert error(await room.turn("s")) == (504, "worker_timeout")  # it may be at work on it
+        worker = room.replicas[0].fleet.worker(silent)
+        assert worker is not None
+        worker.health.probed(Probe.BAD, "late")
+        passed = await room.turn("s", stream=True)
+        assert (passed.status, b"error" in passed.body) == (200, False)
+        assert places(passed)[phase == "decode"] not in (silent, None)
+        worker.health.probed(Probe.GOOD, "well")
+        assert places(await room.turn("s")) == places(first)

@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from mocker.settings import HandoverKind, KvTransfer
 from tests.support.phased import phased
 from tests.support.raw import DONE, END, STREAM, Live, Peer, answers, chunk, echoes, post, until
 
@@ -221,13 +222,17 @@ async def to_each_stream(peer: Peer) -> None:
         await peer.send(STREAM + chunk(DONE) + END)
 
 
-async def test_a_turn_in_two_phases_has_a_span_for_each(receiver: Receiver) -> None:
-    async with phased(prefill=1, decode=1, replicas=1, otel_endpoint=receiver.url) as room:
-        assert (await room.turn("s", headers=[("x-request-id", "phases")])).status == 200
-    spans = await told(receiver, b"phases")
+@pytest.mark.parametrize("handover", ["vllm", "sglang"])
+async def test_a_turn_in_two_phases_has_a_span_for_each(receiver: Receiver, handover: HandoverKind) -> None:
+    mock = {"transfer": KvTransfer(handover=handover)}
+    name = f"phases-{handover}"
+    async with phased(prefill=1, decode=1, replicas=1, otel_endpoint=receiver.url, mock=mock) as room:
+        assert (await room.turn("s", headers=[("x-request-id", name)])).status == 200
+    spans = await told(receiver, name.encode())
     (prefill,), (decode,) = spans["prefill"], spans["attempt"]
     assert attributes(prefill) == {"coatcheck.worker": "p0", "http.response.status_code": 200}
     assert attributes(decode) == {"coatcheck.worker": "d0", "http.response.status_code": 200}
-    assert prefill.end_time_unix_nano <= decode.start_time_unix_nano
+    first_ends, second_begins = prefill.end_time_unix_nano, decode.start_time_unix_nano
+    assert (first_ends <= second_begins) == (handover == "vllm")
     (turn,) = spans["turn"]
     assert attributes(turn)["coatcheck.worker"] == "d0"

@@ -38,6 +38,9 @@ class Mock:
         host, port = self._listener.getsockname()[:2]
         self.url = f"http://{host}:{port}"
         self._app: MockWorker = create_mock(MockSettings(**{"ttft_ms": 1, "itl_ms": 1, "tokens": 3, **settings}))
+        self.spec = f"{self.url},name={self.name},phase={self.phase}"
+        if self._app.bootstrap_port:
+            self.spec += f",handover=sglang,bootstrap-port={self._app.bootstrap_port}"
         self._stop = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
@@ -110,6 +113,10 @@ class Phased:
         """By worker, what became of the blocks of each of its turns."""
         return {name: [turn["handover"] for turn in await mock.turns()] for name, mock in self.mocks.items()}
 
+    async def stranded(self) -> int:
+        """What was kept, or waited for, in vain."""
+        return sum([(await mock.state()).get("expired", 0) for mock in self.mocks.values()])
+
     async def staged(self) -> int:
         states = [await mock.state() for mock in self.mocks.values() if mock.phase != "both"]
         return sum(state["staged_blocks"] for state in states)
@@ -168,10 +175,11 @@ async def phased(
     dp: int = 0,
     mock: dict[str, Any] | None = None,
     models: dict[str, tuple[str, ...]] | None = None,
+    more: tuple[str, ...] = (),
     **settings: Any,
 ) -> AsyncIterator[Phased]:
     """Workers p0, p1 …, d0, d1 …, b0 …; `mock`: more of their settings; `models`: what each serves by its name, which
-    is asked for then; `settings`: of each replica."""
+    is asked for then; `more`: workers of another fleet; `settings`: of each replica."""
     room = Phased()
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(room.truth.aclose)
@@ -184,7 +192,7 @@ async def phased(
                 stack.push_async_callback(made.stop)
                 await made.start()
         ranks = f",dp={dp}" if dp else ""
-        named = tuple(f"{each.url},name={each.name},phase={each.phase}{ranks}" for each in room.mocks.values())
+        named = (*(each.spec + ranks for each in room.mocks.values()), *more)
         for number in range(replicas):
             store = ScriptedStore(room.truth, stamps=True)
             values: dict[str, Any] = {"claims": "memory://", "replica": f"r{number}", "probe_path": "off"}

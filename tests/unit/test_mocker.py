@@ -329,6 +329,7 @@ def test_a_turn_is_recorded_when_its_answer_has_been_read(worker: Worker) -> Non
         "fault": None,
         "handover": None,
         "blocks": 0,
+        "room": None,
     }
 
 

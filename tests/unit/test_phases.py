@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterable
 
 import pytest
@@ -15,7 +16,7 @@ from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.specs import Phase, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
-from app.turn.prefills import split
+from app.turn.handovers import split, worded
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
@@ -126,3 +127,11 @@ def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
     assert parts is not None
     assert b'"cut \\ud83d"' in parts.prompt
     assert b'"max_tokens":1' in parts.prompt
+
+
+def test_an_error_as_sglang_says_it_is_told_in_openais_words() -> None:
+    said = b'{"object":"error","message":"too long","type":"BadRequestError","param":null,"code":400}'
+    detail = {"message": "too long", "type": "BadRequestError", "param": None, "code": 400}
+    assert json.loads(worded(said)) == {"error": detail}
+    for other in (b'{"error":{"message":"x"}}', b'{"detail":"x"}', b"<html>"):
+        assert worded(other) == other

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from app import cli, simulate
-from app.fleet.policies import by_cache
+from app.fleet.policies import POLICIES, by_cache
 from mocker import traces
 from mocker.engine import profile as profiles
 from mocker.engine.profile import Times
 from mocker.engine.scheduler import Scheduler
 from mocker.settings import MockSettings
-from mocker.simulation import Simulation
+from mocker.simulation import Outcome, Simulation, Split
 from mocker.traces import Agents, Chain, Session, Turn
 from mocker.turns import TurnService
 from tests.support.fakes import in_virtual_time
@@ -188,6 +188,33 @@ def test_everything_is_at_rest_in_the_end() -> None:
         assert routed.at_rest
         assert all(not engine.load and not engine.cache.used for engine in simulation.engines)
         assert all(outcome.worked) or policy is by_cache  # for which there are only a few prompts
+
+
+def test_turns_of_a_split_fleet_are_computed_once_and_leave_nothing() -> None:
+    def split_by(seconds: float, least: int) -> tuple[Simulation, Outcome]:
+        routed = [
+            simulate.Routed(POLICIES["least-loaded"], workers=2, ranks=1, replicas=2, models=1, seed=1) for _ in "pd"
+        ]
+        split = Split(engines=2, place=partial(_given, routed[0]), seconds_per_token=seconds, least_new=least)
+        simulation = Simulation(replace(QUICK, blocks=400), 2, partial(_given, routed[1]), split)
+        outcome = simulation.run(traces.agents(SMALL, QUICK.block_size))
+        assert all(each.at_rest for each in routed)
+        assert all(not engine.load and not engine.cache.used for engine in simulation.engines)
+        return simulation, outcome
+
+    whole = Simulation(replace(QUICK, blocks=400), 2, Everything).run(traces.agents(SMALL, QUICK.block_size))
+    for least in (0, 200):
+        simulation, quick = split_by(0.0, least)
+        slow = split_by(0.001, least)[1]
+        for outcome in (quick, slow):
+            same = (outcome.turns, outcome.prompt_tokens, outcome.answer_tokens, outcome.refused)
+            assert same == (whole.turns, whole.prompt_tokens, whole.answer_tokens, 0)
+        assert sum(slow.first_token) > sum(quick.first_token)
+        decoding, computing = simulation.engines[:2], simulation.engines[2:]
+        assert (sum(each.counters.generated for each in decoding) == quick.answer_tokens) == (not quick.preemptions)
+        computed = [sum(each.counters.prompts - each.counters.hits for each in some) for some in (decoding, computing)]
+        assert computed[1] + (least and computed[0]) >= quick.prompt_tokens - quick.cached_tokens
+        assert (computed[0] == quick.turns) == (least == 0)  # the last token of each
 
 
 def test_turns_that_are_placed_one_by_one_find_less_in_the_cache_than_sessions_that_stay() -> None:

@@ -18,7 +18,18 @@ from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
-from app.fleet.specs import Phase, WorkerSpec, checked_phase, checked_ranks, normal_url, worker_name
+from app.fleet.specs import (
+    BOOTSTRAP_PORT,
+    HANDOVERS,
+    Phase,
+    WorkerSpec,
+    checked_handover,
+    checked_phase,
+    checked_port,
+    checked_ranks,
+    normal_url,
+    worker_name,
+)
 
 _EVERY = 5.0
 """Seconds."""
@@ -55,6 +66,7 @@ class DnsSource:
         self._name, self._port = name, port or 0
         self._scheme, self._ranks, self._family = "http", 0, ""
         self._phase: Phase = "both"
+        self._handover, self._bootstrap_port = HANDOVERS[0], BOOTSTRAP_PORT
         self._server: _Server | None = None
         self._read_options(url, parts.query)
         self._pace = Pace(every)
@@ -71,10 +83,17 @@ class DnsSource:
                     self._ranks = checked_ranks(int(value))
                 case "phase", _:
                     self._phase = checked_phase(value)
+                case "handover", _:
+                    self._handover = checked_handover(value)
+                case "bootstrap-port", _ if value.isascii() and value.isdigit():
+                    self._bootstrap_port = checked_port(int(value))
                 case "nameserver", _:
                     self._server = _server(url, value)
                 case _:
-                    known = "scheme=http|https, family=4|6|any, dp=RANKS, phase=PHASE, nameserver=ADDRESS[:PORT]"
+                    known = (
+                        "scheme=http|https, family=4|6|any, dp=RANKS, phase=PHASE, handover=vllm|sglang, "
+                        "bootstrap-port=PORT, nameserver=ADDRESS[:PORT]"
+                    )
                     raise ValueError(f"{url}: {key}={value} is no option; there are {known}")
 
     def says(self) -> AsyncIterator[Said]:
@@ -121,7 +140,13 @@ class DnsSource:
         url = normal_url(f"{self._scheme}://{f'[{address}]' if ':' in address else address}:{port}")
         tls_name = (host or self._name) if self._scheme == "https" else ""
         return WorkerSpec(
-            name=name or worker_name(url), url=url, ranks=self._ranks, phase=self._phase, tls_name=tls_name
+            name=name or worker_name(url),
+            url=url,
+            ranks=self._ranks,
+            phase=self._phase,
+            handover=self._handover,
+            bootstrap_port=self._bootstrap_port,
+            tls_name=tls_name,
         )
 
     def _addresses(self, name: str) -> list[str]:

@@ -29,7 +29,17 @@ from typing import Any
 import msgspec
 
 from app.fleet.discovery.source import Aside, Pace, Said, Trouble, View, asked_again
-from app.fleet.specs import Described, Phase, WorkerError, WorkerSpec, checked_ranks, worker_spec
+from app.fleet.specs import (
+    BOOTSTRAP_PORT,
+    HANDOVERS,
+    Described,
+    Handover,
+    Phase,
+    WorkerError,
+    WorkerSpec,
+    checked_ranks,
+    worker_spec,
+)
 
 _EVERY = 0.5
 """Seconds."""
@@ -43,6 +53,8 @@ class _Table(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     dp: int | None = None
     phase: Phase = "both"
+    handover: Handover = HANDOVERS[0]
+    bootstrap_port: int = msgspec.field(default=BOOTSTRAP_PORT, name="bootstrap-port")
     draining: bool = False
     incarnation: str = ""
     kv_events: str = msgspec.field(default="", name="kv-events")
@@ -147,6 +159,8 @@ def _spec(entry: Any) -> WorkerSpec:
         url=table.url,
         ranks=0 if table.dp is None else checked_ranks(table.dp),
         phase=table.phase,
+        handover=table.handover,
+        bootstrap_port=table.bootstrap_port,
         draining=table.draining,
         incarnation=table.incarnation,
         models=table.models,

@@ -14,7 +14,16 @@ import msgspec
 from app.fleet.discovery.listening import Told, end_tasks
 from app.fleet.discovery.records import Records, follow
 from app.fleet.discovery.source import Trouble
-from app.fleet.specs import WorkerSpec, checked_phase, checked_ranks, normal_url
+from app.fleet.specs import (
+    BOOTSTRAP_PORT,
+    HANDOVERS,
+    WorkerSpec,
+    checked_handover,
+    checked_phase,
+    checked_port,
+    checked_ranks,
+    normal_url,
+)
 from backends.base import StoreError
 from backends.registry import Registry
 
@@ -42,6 +51,8 @@ class OperatorMark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Of a worker that an operator has added."""
     ranks: int = 0
     phase: str = "both"
+    handover: str = HANDOVERS[0]
+    bootstrap_port: int = BOOTSTRAP_PORT
     version: int = 1
 
     def ends(self, now: float) -> bool:
@@ -52,7 +63,14 @@ class OperatorMark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """Of the worker that it adds; None: it adds none."""
         if not self.url:
             return None
-        return WorkerSpec(name=name, url=self.url, ranks=self.ranks, phase=checked_phase(self.phase))
+        return WorkerSpec(
+            name=name,
+            url=self.url,
+            ranks=self.ranks,
+            phase=checked_phase(self.phase),
+            handover=checked_handover(self.handover),
+            bootstrap_port=checked_port(self.bootstrap_port),
+        )
 
 
 _encode = msgspec.json.Encoder().encode
@@ -117,6 +135,8 @@ class Marks:
                 if mark.ranks:
                     checked_ranks(mark.ranks)
                 checked_phase(mark.phase)
+                checked_handover(mark.handover)
+                checked_port(mark.bootstrap_port)
             except ValueError as error:
                 refused.append(f"operators' mark {name} cannot be read, and does nothing: {error}")
             else:

@@ -42,9 +42,11 @@ class Operators:
         elsewhere = self._named_elsewhere(name)
         if standing is None and not elsewhere and self._fleet.worker(name) is None:
             raise TurnError("unknown_worker", f"nobody here knows a worker called {name}", param="name")
-        url, ranks, phase = ("", 0, "both") if standing is None else (standing.url, standing.ranks, standing.phase)
         until = wall + deadline if state == "draining" and deadline else 0.0
-        mark = OperatorMark(state=state, by=by, at=wall, deadline=until, url=url, ranks=ranks, phase=phase)
+        if standing is None:
+            mark = OperatorMark(state=state, by=by, at=wall, deadline=until)
+        else:  # with the worker that it adds, if it does
+            mark = msgspec.structs.replace(standing, state=state, by=by, at=wall, deadline=until)
         await self._put(marks, name, mark)
         said = event("mark_set", worker=name, mark=state, by=by, deadline=deadline or None)
         text = state if state != "none" else "it is in use again"
@@ -61,7 +63,16 @@ class Operators:
                 if label != OPERATOR_LABEL and (other.name == spec.name) != (other.url == spec.url):
                     why = f"{other.name} is at {other.url} already, by {label}"
                     raise TurnError("invalid_request", why, param="worker")
-        mark = OperatorMark(state="none", by=by, at=self._wall(), url=spec.url, ranks=spec.ranks, phase=spec.phase)
+        mark = OperatorMark(
+            state="none",
+            by=by,
+            at=self._wall(),
+            url=spec.url,
+            ranks=spec.ranks,
+            phase=spec.phase,
+            handover=spec.handover,
+            bootstrap_port=spec.bootstrap_port,
+        )
         await self._put(marks, spec.name, mark)
         said = event("worker_added", worker=spec.name, url=spec.url, by=by)
         log.warning("worker %s: %s adds it, at %s", spec.name, by, spec.url, extra=said)

@@ -209,7 +209,9 @@ class EtcdServer:
         """SIGSTOP: connections stay open and nobody answers."""
         os.kill(self.pid, signal.SIGSTOP)
         # The signal reaches a busy process's threads a little later than kill returns.
+        give_up_at = time.monotonic() + 20
         while not all(_is_stopped(thread) for thread in Path(f"/proc/{self.pid}/task").iterdir()):
+            assert time.monotonic() < give_up_at, "it does not stop"
             time.sleep(0.001)
 
     def resume(self) -> None:

@@ -115,6 +115,15 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(is_loopback_address(str(entry[4][0])) for entry in found)
 
 
+def is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError:
+        return False
+    return True
+
+
 def listen_at_path(path: Path, mode: int = 0o600) -> socket.socket:
     """A unix socket that only our user (and root) may connect to, or whoever `mode` says. One that a killed router left
     behind is replaced. Raises OSError."""

@@ -16,7 +16,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ from rich.text import Text
 from app import Trouble, children
 from app.config import VARIABLE_PREFIX
 from app.fleet.specs import worker_name
+from app.listening import is_free
 from app.top import in_words, snapshots
 from mocker.settings import MockSettings
 
@@ -233,21 +233,13 @@ END"""
 
 def _free_ports(first: int, count: int, avoid: Container[int] = ()) -> tuple[list[int], list[tuple[int, int]]]:
     """Free ports from `first` on, and for those wanted that are not free, which is used instead. Raises Trouble."""
-    free = (port for port in range(first, 65536) if port not in avoid and _is_free(port))
+    free = (port for port in range(first, 65536) if port not in avoid and is_free(HOST, port))
     ports = list(itertools.islice(free, count))
     if len(ports) < count:
         raise Trouble(f"there is no free port from {first} on")
     wanted = range(first, first + count)
     others = (port for port in ports if port not in wanted)
     return ports, [(port, next(others)) for port in wanted if port not in ports]
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _answers(client: httpx.Client, url: str) -> bool:

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 from app import Trouble, children
 from app.config import VARIABLE_PREFIX
 from app.demo.load import Address
+from app.listening import is_free
 
 HOST = "127.0.0.1"
 TOLD = ("kv",)
@@ -122,16 +122,8 @@ def free_ports(count: int) -> list[int]:
     """That nobody listens on now, and that no connection takes until somebody does, or while who did is killed."""
     ports = range(_FIRST_PORT, _FIRST_PORT + _SHARE * _SHARES)
     begin = os.getpid() % _SHARES * _SHARE  # another demonstration begins elsewhere
-    free = (port for port in itertools.chain(ports[begin:], ports[:begin]) if _is_free(port))
+    free = (port for port in itertools.chain(ports[begin:], ports[:begin]) if is_free(HOST, port))
     return list(itertools.islice(free, count))
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server((HOST, port)).close()
-    except OSError:
-        return False
-    return True
 
 
 async def _answers(address: Address, path: str) -> bool:

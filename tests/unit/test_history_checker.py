@@ -191,6 +191,17 @@ def test_a_pending_close_lets_no_turns_join_on_other_replicas() -> None:
     assert story.broken_rules() == ["split session"]
 
 
+@pytest.mark.parametrize(("replica", "broken"), [("r0", []), ("r1", ["split session"])])
+def test_a_pending_close_goes_with_a_session_that_is_moved_where_it_is_pending(replica: str, broken: list[str]) -> None:
+    story = Story()
+    story.turn(0, "created", "w0")
+    story.turn(0.5, "cached", "w0", final=True, lasts=0.6, outcome="broken")
+    story.fault("worker-killed", "w0", 1.0, 9.0)
+    story.turn(1.02, "rebound", "w1", replica=replica, lasts=0.4)
+    story.turn(1.5, "created", "w1", replica=replica)
+    assert story.broken_rules() == broken
+
+
 def test_a_claim_expires_a_ttl_after_the_last_turn() -> None:
     story = Story()
     story.turn(0, "created", "w0")

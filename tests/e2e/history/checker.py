@@ -743,14 +743,19 @@ class _Session:
             )
             if not surely:
                 hi = max(ended, turn.end) + self.faults.rules.deadline + 1.0
+            moved_to: set[str] = set()
             for other in self.turns:
                 until = self._ends[other.id]
                 beside = other is not turn and other.replica == turn.replica and until >= turn.start - MOMENT
+                if beside and other.affinity == "rebound" and other.start <= self._ends[turn.id]:
+                    moved_to |= {record.worker for record in self.records[other.id]}
                 if beside and until >= ended - EDGE and other.start < hi < until + 0.5:
                     hi, reason, surely = until + 0.5, "final, close pending", False
             if not surely:  # the answer did not wait for the close
                 hi, reason = self._held_up(turn.replica, lo, hi, reason)
             yield _Release(reason, worker, lo, hi)
+            for there in moved_to - {worker}:  # the pending close goes with the session
+                yield _Release("final, close pending", there, lo, hi)
 
     def _held_up(self, replica: str, lo: float, hi: float, reason: str) -> tuple[float, str]:
         """Until when a close may last that should be done by `hi`."""

@@ -16,7 +16,7 @@ from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.specs import Phase, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
-from app.turn.handovers import split, worded
+from app.turn.handovers import Parts, split, worded
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_goes_whole_for_the_worker_to_judge(body: bytes) -> 
 
 def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
     parts = split(b'{"prompt": "cut \\ud83d", "max_tokens": 9}')
-    assert parts is not None
+    assert isinstance(parts, Parts)
     assert b'"cut \\ud83d"' in parts.prompt
     assert b'"max_tokens":1' in parts.prompt
 

@@ -142,7 +142,7 @@ class PromptTurn(Turn):
             presence.raise_if_gone()
             target = await self._decide(binding, lost)
             worker = target.worker
-            slot = await self._slot_at(target)
+            slot = None if self._shared.capacity is None else await self._slot_at(target)
             self._prefilling = attempt = Attempt(target, self._loop, slot)
             free = self._prefill_hint is None and (binding is None or binding.own)
             try:

@@ -32,6 +32,7 @@ class Worker:
         self.host, self.port = self._listener.getsockname()[:2]
         self.url = f"http://{self.host}:{self.port}"
         self._app = create_mock(MockSettings(**{"name": "unit", "ttft_ms": 5, "itl_ms": 1, **settings}))
+        self.bootstrap_port = self._app.bootstrap_port
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
         self._thread.start()

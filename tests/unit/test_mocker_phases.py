@@ -178,6 +178,23 @@ def test_a_worker_without_a_connector_passes_over_what_is_said_of_blocks() -> No
         plain.close()
 
 
+def test_who_waits_in_vain_for_the_other_worker_fails_and_the_room_was_stranded() -> None:
+    brief = KvTransfer(handover="sglang", lease_s=0.1)
+    prefill = Worker(name="p", phase="prefill", ttft_ms=0, transfer=brief)
+    decode = Worker(name="d", phase="decode", ttft_ms=0, transfer=brief)
+    try:
+        place = {"bootstrap_host": "127.0.0.1", "bootstrap_port": prefill.bootstrap_port}
+        for number, worker in enumerate((prefill, decode), 1):
+            answer = worker.http.post("/v1/chat/completions", json={**CHAT, **place, "bootstrap_room": number})
+            assert (answer.status_code, last(worker)["handover"]) == (500, "failed")
+            assert worker.http.post("/v1/chat/completions", json={**CHAT, **place}).status_code == 400
+        assert prefill.get("/mock/state")["expired"] == 2
+        assert staged(prefill) == (0, 0)
+    finally:
+        prefill.close()
+        decode.close()
+
+
 def test_settings_that_do_not_fit() -> None:
     with pytest.raises(ValueError, match="leave the profile out"):
         MockSettings(phase="decode", profile=load("quick"))

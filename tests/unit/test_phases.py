@@ -14,9 +14,9 @@ from app.errors import TurnError
 from app.fleet.discovery.file import read_workers
 from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
-from app.fleet.specs import Phase, lacking_phase, worker_spec, worker_specs
+from app.fleet.specs import Phase, WorkerError, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
-from app.turn.handovers import split, worded
+from app.turn.handovers import Parts, split, worded
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
@@ -44,6 +44,26 @@ def test_whoever_names_a_worker_says_what_it_does_of_a_turn() -> None:
     added = OperatorMark(state="none", by="me", at=0.0, url="http://a:1", phase="decode").spec("x")
     assert added is not None
     assert added.phase == "decode"
+
+
+def test_whoever_names_a_worker_says_how_it_hands_over() -> None:
+    spec = worker_spec("http://a:1,phase=prefill,handover=sglang,bootstrap-port=9")
+    record = encode_record(WorkerRecord(url="http://a:1", handover="sglang", bootstrap_port=9))
+    mark = OperatorMark(state="none", by="me", at=0.0, url="http://a:1", handover="sglang", bootstrap_port=9)
+    table = '[[worker]]\nurl = "http://a:1"\nhandover = "sglang"\nbootstrap-port = 9'
+    for each in (spec, decode_record(record).spec("x", ""), mark.spec("x"), read_workers(table)[0]):
+        assert each is not None
+        assert (each.handover, each.bootstrap_port) == ("sglang", 9)
+    assert (worker_spec("http://a:1").handover, worker_spec("http://a:1,handover=sglang").bootstrap_port) == (
+        "vllm",
+        8998,
+    )
+    for wrong in ("handover=tgi", "bootstrap-port=0", "bootstrap-port=x", "bootstrap-port=70000"):
+        with pytest.raises(WorkerError):
+            worker_spec(f"http://a:1,{wrong}")
+    pair = worker_specs(["http://a:1,phase=prefill", "http://b:1,phase=decode,handover=sglang"])
+    assert "phase=prefill,handover=sglang" in lacking_phase(pair)
+    assert pair[0].is_another(worker_spec("http://a:1,phase=prefill,handover=sglang"))
 
 
 def test_a_record_with_a_phase_that_nobody_knows_cannot_be_used() -> None:
@@ -124,7 +144,7 @@ def test_what_cannot_be_read_goes_whole_for_the_worker_to_judge(body: bytes) -> 
 
 def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
     parts = split(b'{"prompt": "cut \\ud83d", "max_tokens": 9}')
-    assert parts is not None
+    assert isinstance(parts, Parts)
     assert b'"cut \\ud83d"' in parts.prompt
     assert b'"max_tokens":1' in parts.prompt
 

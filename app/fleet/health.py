@@ -19,7 +19,7 @@ not reached, is up again by probes alone, which takes no traffic.
 
 What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: a failure
 there is load here as well; when it is suspected there, the first turn that fails here is enough; while both suspect
-it, trials count for both.
+it, a trial there puts off the next one here, once.
 """
 
 from __future__ import annotations
@@ -538,6 +538,9 @@ class _Trials:
         self.rose_at = now - _RELAPSE
         self._failed = self._relapses = 0
         self.out = False
+        self._put_off = False
+        """Another replica's has put ours off since our last one; no second one does, for all of theirs may fail on the
+        way from there."""
 
     @property
     def passed(self) -> bool:
@@ -549,7 +552,7 @@ class _Trials:
         if afresh:
             self._relapses = self._relapses + 1 if now - self.rose_at < _RELAPSE else 0
         self.good = self._failed = 0
-        self.out = False
+        self.out = self._put_off = False
         self.at = now + self._wait
 
     def begun(self, now: float) -> None:
@@ -557,7 +560,7 @@ class _Trials:
         and would be given one after the other until then."""
         if self.out:
             self._failed += 1
-        self.out = True
+        self.out, self._put_off = True, False
         self.at = now + self._wait_after(self._failed + 1)
 
     def served(self, now: float) -> None:
@@ -576,8 +579,8 @@ class _Trials:
         """What came of another replica's."""
         if word is Word.WELL:
             self.at = min(self.at, now)
-        elif word is Word.TRIED:
-            self._failed += 1
+        elif word is Word.TRIED and not self._put_off:
+            self._put_off = True
             self.at = max(self.at, now + self._wait)
 
     @property

@@ -212,7 +212,7 @@ def tell(others: list[Worker], word: Word) -> None:
         other.health.heard(word)
 
 
-def test_replicas_that_tell_each_other_give_a_suspected_worker_the_turns_that_one_would() -> None:
+def test_replicas_that_tell_each_other_give_a_suspected_worker_fewer_turns_to_try_than_each_alone_would() -> None:
     replicas = [Worker(probed=False) for _ in range(3)]
     for replica in replicas:
         others = [each for each in replicas if each is not replica]
@@ -232,14 +232,38 @@ def test_replicas_that_tell_each_other_give_a_suspected_worker_the_turns_that_on
             replica.see("5")
         for each in replicas:
             each.see("(0.5)")
-    assert given == [5, 15, 35, 65, 95]
-    first.see("(30)")
+    assert given[:2] == [5, 10], "the first one put off the others'"
+    assert len(given) < 3 * 5, "each alone gives it five"
+    first.see("(60)")
     replicas[1].now = replicas[2].now = first.now
     assert first.health.trial_due(first.now)
     first.health.trial_begun()
-    assert not any(other.health.trial_due(other.now) for other in replicas[1:])
     assert first.see("+") is UP
     assert all(other.health.trial_due(other.now) and other.state is not UP for other in replicas[1:])
+
+
+@pytest.mark.parametrize("fail", [1, 3])
+def test_a_replica_whose_way_to_a_worker_is_bad_keeps_nobody_else_from_trying_it(fail: int) -> None:
+    *failing, well = replicas = [Worker(probed=False) for _ in range(fail + 1)]
+    for replica in replicas:
+        replica.health.told = functools.partial(tell, [each for each in replicas if each is not replica])
+    for replica in failing:
+        replica.see("555")
+    for each in replicas:
+        each.see("(0.5)")
+    assert well.see("5") is SUSPECT
+    while True:
+        for replica in failing:  # has turns for it at any time
+            if replica.health.trial_due(replica.now):
+                replica.health.trial_begun()
+                replica.see("5")
+        if well.health.trial_due(well.now):
+            break
+        assert well.now < 1010, "put off once"
+        for each in replicas:
+            each.see("(0.5)")
+    well.health.trial_begun()
+    assert well.see("+") is UP
 
 
 def test_who_relapses_must_prove_more_each_time() -> None:

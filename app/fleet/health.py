@@ -18,7 +18,7 @@ So who is suspected by turns must serve some well (`trial_due`) beside good prob
 not reached, is up again by probes alone, which takes no traffic.
 
 What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: a failure
-there is load here as well; when it is suspected there, the first turn that fails here is enough; while both suspect
+there is load here as well; when it is suspected there, a turn that fails here soon is enough; while both suspect
 it, a trial there puts off the next one here, once.
 """
 
@@ -221,11 +221,13 @@ class Health:
         now = self.clock()
         if self.cause is Cause.TURNS:
             self._trials.heard(word, now)
-        elif self.state is State.UP and word is not Word.WELL:
-            if word is not Word.TRIED:
+        elif self.state is State.UP:
+            if word is Word.WELL:
+                self._failures.reassure()
+            elif word is not Word.TRIED:
                 self.burden.heard(now)
-            if word is not Word.FAILED:
-                self._failures.warn(self.good)
+                if word is Word.SICK:
+                    self._failures.warn(self.good, now)
 
     def busy(self, what: str) -> None:
         """A turn was answered 429 or 503: no illness, but no place for the next one either."""
@@ -493,7 +495,8 @@ class _Failures:
         self._good = 0
         """What had gone well at the last failure: more of it ends the row."""
         self._warned = -1
-        """What had gone well when another replica said that it is sick; -1: none has."""
+        """What had gone well when another replica said that it is sick, `_warned_at`; -1: none has."""
+        self._warned_at = now
         self._window_at, self._window_bad, self._window_good = now - _WINDOW, 0, 0
 
     def note(self, what: str, good: int, now: float) -> str:
@@ -506,7 +509,7 @@ class _Failures:
         self._window_bad += 1
         if self._row >= self._enough:
             return f"{self._row} turns failed in a row, the last one with {what}"
-        if self._warned == good:
+        if self._warned == good and now - self._warned_at < _WINDOW:
             return f"a turn failed with {what}, and another replica has found it sick"
         turns = self._window_bad + good - self._window_good
         if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
@@ -517,13 +520,16 @@ class _Failures:
         """In a row up to now, when `good` turns have gone well."""
         return self._row if good == self._good else 0
 
-    def warn(self, good: int) -> None:
-        """One more will be enough, unless one goes well before."""
-        self._warned = good
+    def warn(self, good: int, now: float) -> None:
+        """One more will be enough for a while, unless one goes well before, here or there."""
+        self._warned, self._warned_at = good, now
+
+    def reassure(self) -> None:
+        self._warned = -1
 
     def forget(self, now: float) -> None:
         self._row = 0
-        self._warned = -1
+        self.reassure()
         self._window_at = now - _WINDOW
 
 

@@ -100,7 +100,11 @@ class Worker:
         ("G fffffstw", UP),
         ("G ffff55", UP),
         ("G s5", SUSPECT),
-        ("G t5", SUSPECT),  # it was not here when the others found out
+        ("G s(9.5)5", SUSPECT),
+        ("G s(10)5", UP),  # no news any more
+        ("G sw5", UP),  # there it serves again
+        ("G sws5", SUSPECT),
+        ("G t5", UP),  # nobody says that it fails
         ("G w5", UP),
         ("G s+5", UP),  # here it serves
         ("G s" + "4" * 20, UP),

@@ -286,8 +286,11 @@ class Fleet:
             said = event("worker_state", worker=worker.name, from_=before, to=after, reason=change.why)
             log.log(level, "worker %s: %s -> %s: %s", worker.name, before, after, change.why, extra=said)
 
-        worker.health.changed = changed
-        worker.health.told = lambda word: self.tell(worker, word)
+        def told(word: Word) -> None:
+            if self._workers.get(worker.name) is worker:  # else its last turns would speak for who has its place
+                self.tell(worker, word)
+
+        worker.health.changed, worker.health.told = changed, told
         worker.health.burden.begun = functools.partial(self._weights.begun, worker)
         worker.changed = self._lineups.clear
         if worker.health.burden.any:

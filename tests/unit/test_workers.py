@@ -317,6 +317,23 @@ def test_each_change_is_told_once_with_its_evidence(caplog: pytest.LogCaptureFix
     assert workers["a"].cells.changes == {("up", "suspect"): 1}
 
 
+def test_only_of_who_is_in_the_fleet_others_are_told() -> None:
+    """The turns of one that was replaced end later, and badly."""
+    clock = Clock()
+    workers, fleet = of("abcd", clock)
+    told: list[Worker] = []
+    fleet.tell = lambda worker, word: told.append(worker)
+    after = of("a", clock)[0]["a"]
+    fleet.put(after)
+    fleet.remove("b")
+    clock.now += 1.0
+    fail(workers["a"])
+    fail(workers["b"])
+    assert not told
+    fail(after)
+    assert set(told) == {after}
+
+
 def test_load_counts_a_turn_once_from_its_placing_to_its_attempt() -> None:
     (a,), (b,) = make("http://a:1").targets, make("http://b:1").targets
     a.in_flight = 2

@@ -94,14 +94,19 @@ class Naming:
 
     def at(self, spot: Spot) -> Target | None:
         """The target that a peer describes; None: it is not in this fleet."""
+        worker = self.there(spot)
+        if worker is None:
+            return self._fleet.find(spot.worker, spot.rank)
+        return self._target(worker, spot.rank, spot.ranks)
+
+    def there(self, spot: Spot) -> Worker | None:
+        """The worker at the address that a peer describes, whatever it is called here; None: nobody is."""
         worker = self._fleet.worker(spot.worker)
         wanted = address_of(spot.url, spot.network)
         if worker is None or address_of(worker.url, self._network) != wanted:
             here = (each for each in self._fleet if address_of(each.url, self._network) == wanted)
             worker = next(here, None)
-        if worker is None:
-            return self._fleet.find(spot.worker, spot.rank)
-        return self._target(worker, spot.rank, spot.ranks)
+        return worker
 
     def _target(self, worker: Worker, rank: int | None, ranks: int) -> Target | None:
         for target in worker.targets:

@@ -75,10 +75,11 @@ class Desk:
             self._moved(ask.key, target, frozenset(ask.lost))
 
     def health(self, ask: Ask) -> None:
-        """A worker has failed turns elsewhere, or serves them again. What a later version says is passed over."""
-        target = self._names.at(ask.at[0]) if ask.at else None
-        if target is not None and ask.said in _WORDS:
-            target.worker.health.heard(Word(ask.said))
+        """A worker has failed turns elsewhere, or serves them again: the one at its address, for what is called the
+        same may be another one. What a later version says is passed over."""
+        worker = self._names.there(ask.at[0]) if ask.at else None
+        if worker is not None and ask.said in _WORDS:
+            worker.health.heard(Word(ask.said))
 
     async def bind(self, ask: Ask) -> Known | None:
         targets = tuple(target for spot in ask.at if (target := self._names.at(spot)) is not None)

@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from app.errors import TurnError
 from app.fleet.health import Word
-from app.fleet.naming import Naming
+from app.fleet.naming import Naming, Spot
 from app.fleet.policies import least, rendezvous
 from app.http.client import client_protocol
 from app.sessions.claims import StoreState
@@ -254,6 +254,15 @@ async def test_a_worker_that_one_replica_has_found_sick_costs_the_others_one_tur
     peers.say(theirs.target("c").worker, Word.WELL)  # of one that nobody suspects
     for replica in both:
         await replica.store.aclose()
+
+
+async def test_what_a_peer_says_of_a_worker_is_of_who_is_at_its_address(here: Replica) -> None:
+    a, b = (here.target(name).worker for name in "ab")
+    for spot in (Spot("a", "http://elsewhere:1"), Spot("a", "http://b:1"), Spot("a", "http://b:1", rank=3, ranks=4)):
+        here.affinity.desk.health(Ask("health", "", at=(spot,), said="sick"))
+    assert not a.health.burden.any
+    b.health.failed("status 500")
+    assert (a.state, b.state) == ("up", "suspect")
 
 
 @contextlib.asynccontextmanager

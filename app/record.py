@@ -138,15 +138,12 @@ class Roll:
         self._lines: list[_Line] = []
         self._told: list[_Line] = []
         """Those that fit in, from the first on."""
+        self.left_out = 0
+        """Workers that did not, of those that were written last."""
         self._changes = -1
         """How often the fleet had changed when the lines were those of its workers."""
         self.edition = 0
         """Another one when it has other workers than before."""
-
-    @property
-    def left_out(self) -> int:
-        """Workers that did not fit in."""
-        return len(self._lines) - len(self._told)
 
     @property
     def places(self) -> dict[str, Place]:
@@ -173,6 +170,7 @@ class Roll:
                 break
         else:
             self._told = lines
+        self.left_out = len(lines) - len(self._told)
         self.edition += before != (self._changes, self.left_out)
 
     def _line_up(self) -> None:

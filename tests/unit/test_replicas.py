@@ -15,7 +15,7 @@ from app.fleet.loads import SHARES
 from app.fleet.naming import Naming
 from app.fleet.workers import Fleet, Worker, make_worker
 from app.metrics import Metrics
-from app.record import Record, Roll, Workers, decode, hashes
+from app.record import Record, Roll, Workers, decode, hashes, unlike_workers
 from app.replicas import BEAT, KIND, STANDS, Myself, Replicas
 from app.sessions.peers import Peers
 from app.traffic import Figures, Traffic
@@ -295,6 +295,21 @@ def test_a_record_that_is_written_again_says_what_has_changed() -> None:
     written.fleet.remove(one.name)
     record = written.again()
     assert (list(record.workers), [place for place, _ in record.figures]) == ([two.name], [0])
+
+
+def test_between_two_pieces_the_record_is_as_it_was_written_last() -> None:
+    """Whoever looks then compares all workers, or misses all that differs for a moment."""
+    written = Written(*(make_worker(f"http://10.0.0.{at}:1", connect_limit=1, idle_limit=1) for at in range(60)))
+    other = Record("b", "b1", "1.0")
+    written.again()
+    for change in (written.fleet.put, lambda worker: written.fleet.remove(worker.name)):
+        change(make_worker("http://10.0.0.60:1", connect_limit=1, idle_limit=1))
+        pieces = written.roll.write()
+        next(pieces)
+        assert written.roll.left_out == 0
+        assert unlike_workers(written.roll, "", other) is not None
+        for _ in pieces:
+            pass
 
 
 def test_where_figures_have_no_room_those_of_the_busiest_are_told() -> None:

@@ -446,15 +446,57 @@ async def test_a_place_that_nobody_can_connect_to_is_said_once_and_hinders_nobod
     async with following(publisher) as follower:
         odd = make_worker("http://h:2", name="odd", connect_limit=1, idle_limit=1)
         odd.spec = WorkerSpec(name="odd", url="http://h:2", kv_events="tcp://*:1")  # what no door lets in
+        raised: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
         follower.feeds._fleet = Fleet([odd, *follower.fleet])
         await follower.has(ONE, 0)
         for _ in range(3):
             follower.feeds.follow()
             await follower.until(lambda: not follower.feeds._changing)
         assert len(follower.feeds.by_target) == 1
+    assert not raised
     assert [record.message.split(":")[0] for record in caplog.records if "cannot be followed" in record.message] == [
         "KV events of worker odd cannot be followed"
     ]
+
+
+@pytest.mark.parametrize("sockets", [3, 4, 5])
+async def test_who_has_no_sockets_left_follows_the_others_when_there_are_some(
+    sockets: int, publisher: Publisher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Three are for one rank."""
+    monkeypatch.setattr("app.fleet.placement.feeds._MOST_SOCKETS", sockets)
+    raised: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+    async with following(publisher, replays=False) as follower:
+        await follower.until(lambda: follower.feed.trusted)
+        more = make_worker("http://h:2", name="more", ranks=3, connect_limit=1, idle_limit=1)
+        more.spec = WorkerSpec(name="more", url="http://h:2", kv_events="tcp://127.0.0.1:1")
+        follower.fleet.put(more)
+        for _ in range(3):
+            follower.feeds.follow()
+            await follower.until(lambda: not follower.feeds._changing)
+        assert list(follower.feeds.by_target) == [follower.target]
+        publisher.tell(Engine(Index()).stored(TWO))
+        await follower.has(TWO, 20)
+        follower.fleet.remove("w")
+        await follower.until(lambda: any(target.worker is more for target in follower.feeds.by_target))
+    assert not raised
+    assert [record.message.split(":")[0] for record in caplog.records if "cannot be followed" in record.message] == [
+        "KV events of worker more cannot be followed for now"
+    ]
+
+
+async def test_who_has_no_socket_for_a_replay_goes_on_with_what_comes(
+    publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.fleet.placement.feeds._MOST_SOCKETS", 3)
+    engine = Engine(Index())
+    publisher.tell(engine.stored(ONE))
+    async with following(publisher) as follower:
+        await follower.until(lambda: follower.replays("failed") == 1)
+        publisher.tell(engine.stored(TWO))
+        await follower.has(TWO, 20)
 
 
 async def test_what_was_guessed_wrong_takes_nothing_from_what_was_told(publisher: Publisher) -> None:

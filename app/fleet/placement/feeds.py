@@ -76,7 +76,7 @@ class Feed:
     Long because whether it is believed depends on each step of its life."""
 
     def __init__(self, target: Target, places: Places, feeds: Feeds) -> None:
-        """Raises OSError: nobody can connect to such a place."""
+        """Raises OSError: nobody can connect to such a place. ZMQError: there are too many sockets."""
         self.target, self.places = target, places
         self.trusted = False
         self.holdings = Holdings(feeds.index)
@@ -111,7 +111,11 @@ class Feed:
         self._events.setsockopt(zmq.RECONNECT_IVL_MAX, _AGAIN_MOST_MS)
         self._events.setsockopt(zmq.HEARTBEAT_IVL, _ALIVE_MS)
         self._events.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENT_MS)
-        self._monitor = self._events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            self._monitor = self._events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError:
+            self._events.close(linger=0)
+            raise
         self._watch(self._monitor)
         self._watch(self._events)
         try:
@@ -137,6 +141,7 @@ class Feed:
         self._events.close(linger=0)
         self._piece = None
         self._forget()
+        self._feeds.ended(self)
 
     def _received(self, socket: Any) -> list[bytes] | None:
         try:
@@ -273,11 +278,11 @@ class Feed:
         self.trusted = False
         self._end_replay()
         self._from_start = last is None
-        self._replay = replay = self._feeds.socket(self._zmq.DEALER)
-        replay.setsockopt(self._zmq.RCVHWM, _WAITING)
-        self._until = self._feeds.clock() + _REPLAY_WITHIN
-        self._watch(replay)
         try:
+            self._replay = replay = self._feeds.socket(self._zmq.DEALER)
+            replay.setsockopt(self._zmq.RCVHWM, _WAITING)
+            self._until = self._feeds.clock() + _REPLAY_WITHIN
+            self._watch(replay)
             replay.connect(self.places.replay)
             replay.send_multipart((b"", (last or 0).to_bytes(8, "big")))
         except self._zmq.ZMQError:
@@ -377,6 +382,8 @@ class Feeds:
         self._context: Any = None
         self._refused: dict[Target, Places] = {}
         """Where ZeroMQ would not connect to; said once."""
+        self._short = False
+        """There were too many sockets to follow all; said once, until all are followed."""
         self._ready: dict[Feed, None] = {}
         """Those that may have something to read, in turn."""
         self._sweeping: Iterator[None] | None = None
@@ -402,6 +409,8 @@ class Feeds:
             del self._refused[target]
         if self._changing:
             self._work_later()
+        else:
+            self._short = False
 
     def _followed(self, target: Target) -> Places | None:
         """Where, be it in vain."""
@@ -414,9 +423,10 @@ class Feeds:
         feed = self.by_target.pop(target, None)
         if feed is not None:
             feed.close()
-            self._ready.pop(feed, None)
         if places is None:
             return
+        import zmq  # see Feed
+
         try:
             self.by_target[target] = Feed(target, places, self)
         except OSError as error:
@@ -424,6 +434,12 @@ class Feeds:
             name = target.worker.name
             said = event("kv_refused", worker=name, reason=str(error))
             log.warning("KV events of worker %s cannot be followed: %s", name, error, extra=said)
+        except zmq.ZMQError as error:  # there may be one when others are left: the next `follow` tries
+            if not self._short:
+                self._short = True
+                name = target.worker.name
+                said = event("kv_refused", worker=name, reason=str(error))
+                log.warning("KV events of worker %s cannot be followed for now: %s", name, error, extra=said)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -453,6 +469,10 @@ class Feeds:
         """It may have something to read."""
         self._ready[feed] = None
         self._work_later()
+
+    def ended(self, feed: Feed) -> None:
+        """It is closed."""
+        self._ready.pop(feed, None)
 
     def _looks(self) -> None:
         self._timer = self.loop.call_later(_LOOK_EVERY, self._looks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import signal
 import subprocess
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ class Fleet:
     """Workers w1, w2 … and replicas r1, r2 …, all stopped by `close`."""
 
     def __init__(self, *, workers: int, replicas: int, policy: str, claims: str, profile: str, folder: Path) -> None:
-        """Decides who listens where. `claims`: the store's URL. `folder`: of their logs."""
+        """Decides who listens where. `claims`: the store's URL. `folder`: of their logs. Raises Trouble."""
         ports = iter(free_ports(3 * workers + replicas))
         self.workers = {f"w{number}": (HOST, next(ports)) for number in range(1, workers + 1)}
         self.replicas = {f"r{number}": (HOST, next(ports)) for number in range(1, replicas + 1)}
@@ -119,11 +120,18 @@ class Fleet:
 
 
 def free_ports(count: int) -> list[int]:
-    """That nobody listens on now, and that no connection takes until somebody does, or while who did is killed."""
+    """That nobody listens on now, and that no connection takes until somebody does, or while who did is killed. Raises
+    Trouble when there are not so many."""
     ports = range(_FIRST_PORT, _FIRST_PORT + _SHARE * _SHARES)
-    begin = os.getpid() % _SHARES * _SHARE  # another demonstration begins elsewhere
+    begin = random.randrange(_SHARES) * _SHARE  # another demonstration begins elsewhere
     free = (port for port in itertools.chain(ports[begin:], ports[:begin]) if is_free(HOST, port))
-    return list(itertools.islice(free, count))
+    found = list(itertools.islice(free, count))
+    if len(found) < count:
+        raise Trouble(
+            f"of the ports {ports[0]} to {ports[-1]} of {HOST} only {len(found)} are free, and {count} are needed; "
+            "end what listens there, or ask for fewer (--workers)"
+        )
+    return found
 
 
 async def _answers(address: Address, path: str) -> bool:

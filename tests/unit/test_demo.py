@@ -10,7 +10,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import pytest
 
+from app import Trouble
 from app.demo.fleet import free_ports
 from app.demo.load import Address, ByHash, InTurn, Load, Served, _Conversation, figures, moves
 from app.demo.report import Shown, Told, html
@@ -84,13 +86,30 @@ async def test_it_ends_with_its_last_turn_and_not_when_the_next_one_would_have_b
     assert load.served == []
 
 
-def test_no_connection_takes_the_port_of_who_starts_later_or_was_killed() -> None:
+def test_no_connection_takes_the_port_of_who_starts_later_or_was_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.demo.fleet._SHARES", 1)  # all begin at the same one
     ports = free_ports(14)
     assert len(set(ports)) == 14
     first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(ports) < max(first_of_connections, 20_000)
     with socket.create_server(("127.0.0.1", ports[0])):
         assert ports[0] not in free_ports(14)
+
+
+def test_two_demonstrations_begin_at_other_ports_though_their_processes_have_one_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in two containers with the host's network."""
+    monkeypatch.setattr("app.demo.fleet.is_free", lambda host, port: True)
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    assert len({free_ports(1)[0] for _ in range(100)}) > 1
+
+
+def test_too_few_ports_are_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.demo.fleet.is_free", lambda host, port: port % 1000 == 1)
+    assert len(free_ports(10)) == 10
+    with pytest.raises(Trouble, match=r"only 10 are free, and 11 are needed; .* fewer \(--workers\)"):
+        free_ports(11)
 
 
 def test_a_session_is_split_only_if_nobody_has_killed_its_worker() -> None:

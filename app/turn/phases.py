@@ -348,6 +348,9 @@ class PhasedTurn(PromptTurn):
                     (_FIRST_TOKEN, max(0.0, first - rest)),
                 )
             )
+        # Else it would live, with its body, until the collector comes.
+        del self._request.missed
+        self._request.meeting = None
 
     def _own_headers(self) -> list[Header]:
         headers, prefill = super()._own_headers(), self._prefill

@@ -3,7 +3,9 @@ to, is read there."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -205,3 +207,24 @@ async def test_who_hands_over_otherwise_is_not_asked() -> None:
                 assert places(await both.turn(headers=at)) == (prefill, decode)
             wrong = [("x-dynamo-worker-instance-id", "d0"), ("x-dynamo-prefill-instance-id", "vllm-p0")]
             assert (await both.turn(headers=wrong)).status == 400
+
+
+@pytest.mark.parametrize("kind", ["plain", "vllm", "sglang"])
+async def test_a_turn_that_has_ended_is_in_no_circle(kind: str) -> None:
+    how: dict[str, Any] = {"prefill": 1, "decode": 1, "replicas": 1}
+    fleet = met(**how) if kind == "sglang" else phased(**how)
+    async with fleet as room:
+        path = "/v1/messages" if kind == "plain" else "/v1/chat/completions"
+        turns = room.replicas[0].turns
+        gc.collect()
+        gc.disable()
+        try:
+            call = room.start("s", stream=True, path=path, max_tokens=3)
+            refs: list[weakref.ref[Any]] = []
+            await until(lambda: refs.extend(map(weakref.ref, turns._running)) or refs)
+            await call.finish()
+            assert (call.status, places(call)) == (200, (None if kind == "plain" else "p0", "d0"))
+            del call
+            await until(lambda: all(ref() is None for ref in refs), what="only the collector would free it")
+        finally:
+            gc.enable()

@@ -208,6 +208,7 @@ class PhasedTurn(PromptTurn):
             stale = False
             if self._meeting is not None:
                 self._prefill_spared |= {self._meeting.attempt.target.worker.name}
+                self._let_go()  # who waits for another slot to decode holds none to prefill
             if fault.failure is not None:
                 if isinstance(fault.failure, AttemptTimeout):
                     if not await self._leave_silent():
@@ -277,6 +278,8 @@ class PhasedTurn(PromptTurn):
         response.pieces[:0] = first.pieces
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
+        if self._slots is not None and self._meeting is not None:
+            self._let_go()  # it may wait for a slot there: for a turn, perhaps, that waits for the one that it holds
         met = self._meeting is not None and not self._meeting.failed
         if (self._handover is not None or met) and isinstance(failure, ConnectFailed):
             self._request.undelivered = True  # whatever was sent before, on a stale connection, nobody has read

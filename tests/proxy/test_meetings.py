@@ -3,6 +3,7 @@ to, is read there."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import weakref
@@ -194,6 +195,18 @@ async def test_turns_at_every_limit_come_one_after_the_other() -> None:
             await turn.finish()
         assert [turn.status for turn in turns] == [200] * 8
         assert (await room.served())["p0"] == ["staged"] * 8
+
+
+async def test_whoever_loses_its_decode_worker_waits_for_another_one_without_a_slot_to_prefill() -> None:
+    async with met(prefill=1, decode=2, max_turns=1, queue_timeout=PATIENCE) as room:
+        for session, decode in (("a", "d0"), ("b", "d1")):
+            await room.turn(session, headers=[("x-dynamo-worker-instance-id", decode)])
+        await room.mocks.pop("d0").stop()
+        turns = [room.start("a"), room.start("b")]
+        async with asyncio.timeout(PATIENCE / 2):  # each would wait for what the other one holds
+            for turn in turns:
+                await turn.finish()
+        assert [(turn.status, places(turn)) for turn in turns] == [(200, ("p0", "d1"))] * 2
 
 
 async def test_who_hands_over_otherwise_is_not_asked() -> None:

@@ -21,6 +21,7 @@ from app.turn.fields import with_member
 from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, worded
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
+from app.turn.releases import fetches
 from app.turn.request import Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, is_silent, judge
 from app.turn.routing import Decision, Hint
@@ -389,6 +390,6 @@ class PromptTurn(Turn):
             return
         self._request.undelivered = False
         decision, request = self._decision, self._request
-        at = decision.target if decision is not None and decision.target.worker.phase == "decode" else None
+        at = decision.target if decision is not None and fetches(decision.target.worker) else None
         body = parts.fetching(handover)
         self._phases.releases.begin(lambda target: request.whole(target, body), at, self._among)

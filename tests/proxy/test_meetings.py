@@ -222,6 +222,23 @@ async def test_who_hands_over_otherwise_is_not_asked() -> None:
             assert (await both.turn(headers=wrong)).status == 400
 
 
+async def test_nothing_is_released_at_a_worker_that_hands_over_otherwise() -> None:
+    async with met(prefill=1, decode=1) as room, phased(prefill=1, decode=1, replicas=0) as others:
+        for mock in others.mocks.values():
+            mock.spec = mock.spec.replace("name=", "name=vllm-")
+        workers = [mock.spec for each in (room, others) for mock in each.mocks.values()]
+        async with phased(prefill=0, decode=0, more=tuple(workers), replicas=1) as both:
+            first = await both.turn("s", headers=[("x-dynamo-worker-instance-id", "vllm-d0")])
+            assert places(first) == ("vllm-p0", "vllm-d0")
+            seen: list[bytes] = []
+            room.tap("d0", seen)
+            await others.mocks.pop("d0").stop()
+            assert places(await both.turn("s")) == ("p0", "d0")
+            await both.rest()
+            assert [b"kv_transfer_params" in body for body in seen] == [False]
+            assert both.counted("handovers_released") == {("failed",): 1}  # there is nobody left to fetch it
+
+
 @pytest.mark.parametrize("kind", ["plain", "vllm", "sglang"])
 async def test_a_turn_that_has_ended_is_in_no_circle(kind: str) -> None:
     how: dict[str, Any] = {"prefill": 1, "decode": 1, "replicas": 1}

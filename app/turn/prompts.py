@@ -18,7 +18,7 @@ from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.sessions.affinity import Binding
 from app.turn.fields import with_member
-from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, worded
+from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, refuse_meeting, worded
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
 from app.turn.releases import fetches
@@ -56,6 +56,14 @@ class SplitRequest(Request):
     """Told when it is sent and nobody comes there any more."""
 
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
+        """Raises TurnError."""
+        worker = target.worker
+        if self.meeting is None and worker.phase == "decode" and worker.handover == "sglang" and not self.more:
+            try:
+                refuse_meeting(self.body)
+            except TurnError:
+                connection.close()
+                raise
         self.undelivered = False
         wake = super().send(connection, target)
         self.sent_at = time.monotonic()

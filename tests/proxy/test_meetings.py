@@ -78,6 +78,29 @@ async def test_both_workers_get_the_request_and_meet_in_a_room_of_its_own(pair: 
     assert sum(parts.counts()) == 2 * len(parts.labels["part"])
 
 
+async def test_no_client_says_where_workers_meet(pair: Phased) -> None:
+    seen: list[bytes] = []
+    pair.tap("d0", seen)
+    elsewhere = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7, "disagg_prefill_dp_rank": 3}
+    turn = await pair.turn("s", **elsewhere)
+    assert (turn.status, places(turn)) == (200, ("p0", "d0"))
+    assert await rooms(pair, "p0") == await rooms(pair, "d0") != [7]
+    assert b"10.0.0.1" not in seen[0]
+    assert b"disagg_prefill_dp_rank" not in seen[0]
+    whole = await pair.turn(path="/v1/messages", max_tokens=3, **elsewhere)
+    unread = Call(
+        pair.entrances[0],
+        [(b"content-type", b"application/json")],
+        path="/v1/completions",
+        host="localhost",
+        body='{"prompt":"x","bootstrap\\u005froom":7}'.encode("utf-16"),
+    )
+    assert "bootstrap_host" in whole.json["error"]["message"]
+    assert (whole.status, error(await unread.finish())) == (400, (400, "invalid_request"))
+    assert unread.json["error"]["param"] == "bootstrap_room"
+    assert len(seen) == 1
+
+
 async def test_little_that_is_new_is_split_as_well_for_who_decodes_takes_no_whole_turn() -> None:
     async with met(prefill=2, decode=2, replicas=2, prefill_from=10**6) as room:
         turns = [await room.turn("s", at=number % 2) for number in range(3)]

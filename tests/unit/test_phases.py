@@ -16,7 +16,7 @@ from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.specs import Phase, WorkerError, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
-from app.turn.handovers import Parts, split, worded
+from app.turn.handovers import Halves, Parts, split, worded
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
@@ -147,6 +147,15 @@ def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
     assert isinstance(parts, Parts)
     assert b'"cut \\ud83d"' in parts.prompt
     assert b'"max_tokens":1' in parts.prompt
+
+
+@in_virtual_time
+@pytest.mark.parametrize("body", [b'{"stream":true}', b'{"bootstrap_room":5}', b'{"bootstrap_room":5,"stream":true}'])
+async def test_of_a_request_of_which_nothing_is_left_a_whole_one_is_made(body: bytes) -> None:
+    halves = split(body, "sglang")
+    assert isinstance(halves, Halves)
+    for each in halves.meeting(worker("p", "prefill").targets[0], 7):
+        assert json.loads(each)["bootstrap_room"] == 7
 
 
 def test_an_error_as_sglang_says_it_is_told_in_openais_words() -> None:

@@ -150,8 +150,8 @@ def _is_plain(said: dict[str, msgspec.Raw]) -> bool:
 
 
 def _halves(body: bytes, said: dict[str, msgspec.Raw]) -> Halves:
-    """Nothing stops it, for whoever decodes takes no whole one; of several prompts, or answers, each has the room behind
-    that of the one before. What a client says of how its workers are to meet is left out."""
+    """Nothing stops it, for whoever decodes takes no whole one; of several prompts, or answers, each has the room
+    behind that of the one before. What a client says of how its workers are to meet is left out."""
     if not _OURS.isdisjoint(said):
         for name in _OURS:
             said.pop(name, None)

@@ -93,7 +93,7 @@ class Meeting:
             judge(health, self.status)
         except AttemptFailed as error:
             self.failure = error
-            if not isinstance(error, AttemptTimeout):  # the decode worker has said nothing either: whose fault is it?
+            if not isinstance(error, AttemptTimeout):  # the decode worker has said nothing either: the next will show
                 blame(health, error)
         finally:
             self.ended_at = self._loop.time()

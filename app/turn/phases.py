@@ -275,6 +275,8 @@ class PhasedTurn(PromptTurn):
             if first.failure is not None and attempt is not None:
                 blame(attempt.target.worker.health, first.failure)
             raise HandoverLost(first.failure)
+        if attempt is not None and first.failure is None and response.status < 300 and not refused:
+            self._clear(attempt.target.worker)
         response.pieces[:0] = first.pieces
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:

@@ -96,6 +96,9 @@ class PromptTurn(Turn):
     """The names of workers that have died of the prompt."""
     _prefill_spared = _NOBODY
     """Of those that have failed at it, and live: it is taken to another one, if there is one; the claim stays."""
+    _doubted: tuple[Worker, Worker, AttemptTimeout] | None = None
+    """Who should have prefilled, and who decoded, when nothing came of it in time: the next meeting shows whose fault
+    that was."""
     _fresh = False
     """The next connection to a prefill worker is a new one."""
     _first = False
@@ -378,12 +381,31 @@ class PromptTurn(Turn):
         if meeting.status and (not again or meeting.status < 500):
             await self._pass_on(meeting.status, meeting.headers, target, worded(meeting.body))
             raise Relayed
+        if isinstance(failure, AttemptTimeout):
+            self._doubt(target.worker, failure)
         if failure is not None and not again:
             raise error_of(failure) from failure
         if isinstance(failure, ConnectionBroken) and await is_gone(target.worker, self._presence, self._shared.metrics):
             self._prefill_lost |= {target.worker.name}
         elif not isinstance(failure, AttemptTimeout) or not await self._leave_silent():
             self._prefill_spared |= {target.worker.name}
+
+    def _doubt(self, prefill: Worker, failure: AttemptTimeout) -> None:
+        """Nothing has come of a meeting in time. Who was at the one before as well is blamed; both, if both were."""
+        assert self._decision is not None
+        decode = self._decision.target.worker
+        before, self._doubted = self._doubted, (prefill, decode, failure)
+        if before is not None:
+            for worker in {prefill, decode}.intersection(before[:2]):
+                blame(worker.health, failure)
+
+    def _clear(self, decode: Worker) -> None:
+        """It has begun to answer. If nothing came of it before, whoever should have prefilled then is blamed."""
+        if self._doubted is not None:
+            prefill, before, failure = self._doubted
+            self._doubted = None
+            if decode is before:
+                blame(prefill.health, failure)
 
     # -- its end
 

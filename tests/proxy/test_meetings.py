@@ -195,6 +195,22 @@ async def test_where_no_other_one_prefills_it_is_asked_once_more() -> None:
         assert len(await rooms(room, "p0")) == 2
 
 
+@pytest.mark.parametrize(
+    ("prefill", "hung", "first_byte_timeout", "status", "blamed"),
+    [(2, "p0", 2, 200, ["p0"]), (2, "d0", 0.2, 504, ["d0"]), (1, "p0", 0.2, 504, ["d0", "p0"])],
+)
+async def test_whose_fault_it_was_that_two_have_not_met_the_next_two_show(
+    prefill: int, hung: str, first_byte_timeout: float, status: int, blamed: list[str]
+) -> None:
+    async with met(prefill=prefill, decode=1, first_byte_timeout=first_byte_timeout) as room:
+        if status == 200:
+            await room.turn("s", headers=AT_P0)
+        await room.mocks[hung].fault(mode="hang", times=2)
+        assert (await room.turn("s")).status == status
+        fleet = room.replicas[0].fleet
+        assert sorted(each.name for each in fleet if each.health.errors.per_minute()) == blamed
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_client_that_leaves_cuts_both(stream: bool) -> None:
     async with met(prefill=1, decode=1, max_turns=1, mock={"ttft_ms": 60_000}) as room:

@@ -213,10 +213,11 @@ class PhasedTurn(PromptTurn):
                 if isinstance(fault.failure, AttemptTimeout):
                     if not await self._leave_silent():
                         raise error_of(fault.failure) from fault.failure
-                elif await is_gone(worker, self._presence, metrics):
+                elif not self._killed and await is_gone(worker, self._presence, metrics):
+                    self._killed = True
                     await super()._move(frozenset({worker.name}), fault.failure)
                 else:
-                    raise error_of(fault.failure) from fault.failure
+                    raise error_of(fault.failure, killed=self._killed) from fault.failure
         self._started_over = self._started_over or not stale
         self._again += 1
         metrics.retries.inc(Next.AGAIN.value if stale else Next.ANEW.value)

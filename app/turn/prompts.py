@@ -149,7 +149,7 @@ class PromptTurn(Turn):
         """Attempts, as the law of trying again allows, until one prefill worker has answered."""
         metrics, presence = self._shared.metrics, self._presence
         lost = self._prefill_lost
-        killed = busy = again = False
+        busy = again = False
         while True:
             presence.raise_if_gone()
             target = await self._decide(binding, lost)
@@ -170,17 +170,17 @@ class PromptTurn(Turn):
                 blame(worker.health, error)
                 if self._trace is not None:
                     self._trace.failed(error)
-                then = after(error, Sent(first_byte=attempt.came, killed=killed, free=free))
+                then = after(error, Sent(first_byte=attempt.came, killed=self._killed, free=free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, presence, metrics):
                     then = Next.FAIL
                 if then is Next.FAIL and self._is_spared(worker, error):
                     then = Next.ANEW
                 if then is Next.FAIL:
-                    raise error_of(error, killed=killed) from error
+                    raise error_of(error, killed=self._killed) from error
                 metrics.retries.inc(then.value)
                 again = then is Next.AGAIN
                 if not again and then is not Next.ANEW:
-                    killed = killed or then is Next.ELSEWHERE_IF_GONE
+                    self._killed = self._killed or then is Next.ELSEWHERE_IF_GONE
                     lost |= {worker.name}
                 continue
             finally:
@@ -383,9 +383,10 @@ class PromptTurn(Turn):
             raise Relayed
         if isinstance(failure, AttemptTimeout):
             self._doubt(target.worker, failure)
-        if failure is not None and not again:
-            raise error_of(failure) from failure
+        if failure is not None and (not again or (self._killed and isinstance(failure, ConnectionBroken))):
+            raise error_of(failure, killed=self._killed) from failure
         if isinstance(failure, ConnectionBroken) and await is_gone(target.worker, self._presence, self._shared.metrics):
+            self._killed = True
             self._prefill_lost |= {target.worker.name}
         elif not isinstance(failure, AttemptTimeout) or not await self._leave_silent():
             self._prefill_spared |= {target.worker.name}

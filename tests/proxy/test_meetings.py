@@ -81,7 +81,12 @@ async def test_both_workers_get_the_request_and_meet_in_a_room_of_its_own(pair: 
 async def test_no_client_says_where_workers_meet(pair: Phased) -> None:
     seen: list[bytes] = []
     pair.tap("d0", seen)
-    elsewhere = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1, "bootstrap_room": 7, "disagg_prefill_dp_rank": 3}
+    elsewhere: dict[str, Any] = {
+        "bootstrap_host": "10.0.0.1",
+        "bootstrap_port": 1,
+        "bootstrap_room": 7,
+        "disagg_prefill_dp_rank": 3,
+    }
     turn = await pair.turn("s", **elsewhere)
     assert (turn.status, places(turn)) == (200, ("p0", "d0"))
     assert await rooms(pair, "p0") == await rooms(pair, "d0") != [7]
@@ -195,6 +200,24 @@ async def test_where_no_other_one_prefills_it_is_asked_once_more() -> None:
         assert len(await rooms(room, "p0")) == 2
 
 
+@pytest.mark.parametrize("dying", ["pp", "pd", "dp"])
+async def test_no_third_worker_gets_what_two_have_died_of(dying: str) -> None:
+    async with met(prefill=3, decode=3) as room:
+        for mock in room.mocks.values():
+            await mock.fault(mode="hang", times=9)
+        turn = room.start("s")
+        for phase in dying:
+            await until(lambda: room.active_one("p"))
+            await until(lambda: room.active_one("d"))
+            name = await room.active_one(phase)
+            assert name is not None
+            await room.mocks.pop(name).stop()
+        async with asyncio.timeout(PATIENCE / 2):  # a third one would hang as well
+            await turn.finish()
+        assert error(turn) == (502, "workers_died")
+        assert said(turn, "x-should-retry") == "false"
+
+
 @pytest.mark.parametrize(
     ("prefill", "hung", "first_byte_timeout", "status", "blamed"),
     [(2, "p0", 2, 200, ["p0"]), (2, "d0", 0.2, 504, ["d0"]), (1, "p0", 0.2, 504, ["d0", "p0"])],
@@ -289,8 +312,8 @@ async def test_a_turn_that_has_ended_is_in_no_circle(kind: str) -> None:
         gc.disable()
         try:
             call = room.start("s", stream=True, path=path, max_tokens=3)
-            refs: list[weakref.ref[Any]] = []
-            await until(lambda: refs.extend(map(weakref.ref, turns._running)) or refs)
+            await until(lambda: turns.count)
+            refs = list(map(weakref.ref, turns._running))
             await call.finish()
             assert (call.status, places(call)) == (200, (None if kind == "plain" else "p0", "d0"))
             del call

@@ -207,7 +207,8 @@ class PhasedTurn(PromptTurn):
         else:
             stale = False
             if self._meeting is not None:
-                self._prefill_spared |= {self._meeting.attempt.target.worker.name}
+                if fault.failure is None:  # else it was the other one
+                    self._prefill_spared |= {self._meeting.attempt.target.worker.name}
                 self._let_go()  # who waits for another slot to decode holds none to prefill
             if fault.failure is not None:
                 if isinstance(fault.failure, AttemptTimeout):

@@ -344,6 +344,7 @@ class PromptTurn(Turn):
                 return attempt, connection or await connect(worker, presence, metrics)
             except AttemptFailed as error:
                 attempt.end()
+                blame(worker.health, error)
                 free = self._prefill_hint is None and (binding is None or binding.own)
                 if after(error, Sent(free=free)) is not Next.ELSEWHERE:
                     raise error_of(error) from error

@@ -169,6 +169,9 @@ async def test_a_prefill_worker_that_is_lost_is_left_by_the_turn_that_finds_out(
         assert places(await room.turn("s")) == (other, decode)
         assert places(await room.turn("s", at=1)) == (other, decode)
         assert await room.claimed("s", "", "prefill", "") == other
+        lost = room.replicas[0].fleet.worker(prefill)
+        assert lost is not None
+        assert lost.health.errors.per_minute() == 1
 
 
 async def test_a_decode_worker_that_is_lost_has_its_successor_come_to_the_same_room() -> None:
@@ -191,6 +194,15 @@ async def test_a_prefill_worker_that_is_silent_is_given_up_in_time_and_another_o
         assert (turn.status, places(turn)) == (200, ("p1", "d0"))
         for name in ("p0", "d0"):
             await until(lambda name=name: room.idle(name))  # type: ignore[misc]
+
+
+async def test_a_decode_worker_that_dies_leaves_its_prefill_worker_blameless() -> None:
+    async with met(prefill=2, decode=2) as room:
+        await room.turn("s", headers=[*AT_P0, ("x-dynamo-worker-instance-id", "d0")])
+        await room.mocks["d0"].fault(mode="reset")
+        await room.mocks["d0"].fault(mode="refuse", seconds=PATIENCE)
+        turn = await room.turn("s", stream=True)  # of which it sends the head
+        assert (turn.status, places(turn)) == (200, ("p0", "d1"))
 
 
 async def test_where_no_other_one_prefills_it_is_asked_once_more() -> None:

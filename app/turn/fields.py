@@ -234,10 +234,20 @@ def members(body: bytes) -> dict[str, msgspec.Raw] | None:
     return {name: msgspec.Raw(text[slice(*span)]) for name, span in spans.items()}
 
 
+def names(body: bytes) -> Iterable[str]:
+    """Of the members of the object that a body is, to whoever reads it; none: it is none. Raises TooLarge."""
+    try:
+        return _decode_members(body)
+    except (msgspec.DecodeError, RecursionError):
+        text = _in_utf8(body)
+        return (None if text is None else _members(text)) or ()
+
+
 def with_member(body: bytes, name: str, value: bytes) -> bytes:
-    """`body`, in which `members` has found some, with one more behind them, and every other byte as it was."""
+    """`body`, which is `{}`, or in which `members` has found some, with one more behind them, and every other byte as
+    it was."""
     end = body.rindex(b"}")
-    return b'%b,"%b":%b%b' % (body[:end], name.encode(), value, body[end:])
+    return b'%b%b"%b":%b%b' % (body[:end], b"" if body == b"{}" else b",", name.encode(), value, body[end:])
 
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

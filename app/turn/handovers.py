@@ -21,12 +21,15 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from app.errors import TurnError
 from app.fleet.specs import Handover
 from app.fleet.workers import Target
-from app.turn.fields import members, with_member
+from app.turn.fields import TooLarge, members, names, with_member
 
 TRANSFER = "kv_transfer_params"
-_HOST, _ROOM = "bootstrap_host", "bootstrap_room"
+_HOST = "bootstrap_host"
+_OURS = frozenset({_HOST, "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"})
+"""Whoever decodes goes wherever these say."""
 _PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
 _ASKED = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
@@ -146,16 +149,29 @@ def _is_plain(said: dict[str, msgspec.Raw]) -> bool:
     return all(bytes(said.get(name, _NULL)) in _HARMLESS for name in _OF_THE_PROMPT)
 
 
-def _halves(body: bytes, said: dict[str, msgspec.Raw]) -> Halves | None:
-    """None: it is split by somebody in front of us. Nothing else stops it, for whoever decodes takes no whole one; of
-    several prompts, or answers, each has the room behind that of the one before."""
-    if bytes(said.get(_ROOM, _NULL)) != _NULL:
-        return None
+def _halves(body: bytes, said: dict[str, msgspec.Raw]) -> Halves:
+    """Nothing stops it, for whoever decodes takes no whole one; of several prompts, or answers, each has the room
+    behind that of the one before. What a client says of how its workers are to meet is left out."""
+    if not _OURS.isdisjoint(said):
+        for name in _OURS:
+            said.pop(name, None)
+        body = _encode(said)
     if bytes(said.get("stream", _NULL)) in (_NULL, b"false"):
         return Halves(body, body)
     for name in ("stream", "stream_options"):
         said.pop(name, None)
     return Halves(body, _encode(said))
+
+
+def refuse_meeting(body: bytes) -> None:
+    """Nobody but the router says how two of SGLang's workers meet: not in a request that is sent whole either. Raises
+    TurnError."""
+    try:
+        found = sorted(_OURS.intersection(names(body)))
+    except TooLarge:
+        raise TurnError("request_too_large", "the body is too intricate for a worker that decodes") from None
+    if found:
+        raise TurnError("invalid_request", f"leave {found[0]} out: the router says where workers meet", param=found[0])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -20,13 +20,21 @@ _MOST_ANSWER = 4 << 20
 """Bytes of a prefill worker's answer: block numbers of a million tokens, and one token."""
 
 
-async def whole(connection: WorkerConnection) -> bytes:
-    """The body of the answer whose head has come. Raises AttemptFailed."""
+class _Passed(Whole):
+    """Waits for an answer's end, and keeps nothing of it."""
+
+    def on_data(self, data: bytes, end: bool) -> None:
+        if end:
+            self.complete.set()
+
+
+async def whole(connection: WorkerConnection, *, kept: bool = True) -> bytes:
+    """The body of the answer whose head has come; nothing, if it is not to be `kept`. Raises AttemptFailed."""
     response = connection.response
     if response.complete:
         pieces, response.pieces = response.pieces, []
         return b"".join(pieces)
-    answer = Whole(_MOST_ANSWER)
+    answer = Whole(_MOST_ANSWER) if kept else _Passed(0)
     connection.relay(answer)
     await answer.complete
     return answer.body
@@ -87,13 +95,13 @@ class Meeting:
         assert connection is not None
         try:
             await head
-            body = await whole(connection)
             response = connection.response
+            body = await whole(connection, kept=response.status >= 400)  # else nobody reads it, however long it is
             self.body, self.status, self.headers = body, response.status, response.headers
             judge(health, self.status)
         except AttemptFailed as error:
             self.failure = error
-            if not isinstance(error, AttemptTimeout):  # the decode worker has said nothing either: whose fault is it?
+            if not isinstance(error, AttemptTimeout):  # the decode worker has said nothing either: the next will show
                 blame(health, error)
         finally:
             self.ended_at = self._loop.time()

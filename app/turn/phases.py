@@ -207,15 +207,18 @@ class PhasedTurn(PromptTurn):
         else:
             stale = False
             if self._meeting is not None:
-                self._prefill_spared |= {self._meeting.attempt.target.worker.name}
+                if fault.failure is None:  # else it was the other one
+                    self._prefill_spared |= {self._meeting.attempt.target.worker.name}
+                self._let_go()  # who waits for another slot to decode holds none to prefill
             if fault.failure is not None:
                 if isinstance(fault.failure, AttemptTimeout):
                     if not await self._leave_silent():
                         raise error_of(fault.failure) from fault.failure
-                elif await is_gone(worker, self._presence, metrics):
+                elif not self._killed and await is_gone(worker, self._presence, metrics):
+                    self._killed = True
                     await super()._move(frozenset({worker.name}), fault.failure)
                 else:
-                    raise error_of(fault.failure) from fault.failure
+                    raise error_of(fault.failure, killed=self._killed) from fault.failure
         self._started_over = self._started_over or not stale
         self._again += 1
         metrics.retries.inc(Next.AGAIN.value if stale else Next.ANEW.value)
@@ -274,9 +277,13 @@ class PhasedTurn(PromptTurn):
             if first.failure is not None and attempt is not None:
                 blame(attempt.target.worker.health, first.failure)
             raise HandoverLost(first.failure)
+        if attempt is not None and first.failure is None and response.status < 300 and not refused:
+            self._clear(attempt.target.worker)
         response.pieces[:0] = first.pieces
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
+        if self._slots is not None and self._meeting is not None:
+            self._let_go()  # it may wait for a slot there: for a turn, perhaps, that waits for the one that it holds
         met = self._meeting is not None and not self._meeting.failed
         if (self._handover is not None or met) and isinstance(failure, ConnectFailed):
             self._request.undelivered = True  # whatever was sent before, on a stale connection, nobody has read
@@ -348,6 +355,9 @@ class PhasedTurn(PromptTurn):
                     (_FIRST_TOKEN, max(0.0, first - rest)),
                 )
             )
+        # Else it would live, with its body, until the collector comes.
+        del self._request.missed
+        self._request.meeting = None
 
     def _own_headers(self) -> list[Header]:
         headers, prefill = super()._own_headers(), self._prefill

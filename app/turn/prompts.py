@@ -18,9 +18,10 @@ from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.sessions.affinity import Binding
 from app.turn.fields import with_member
-from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, worded
+from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, refuse_meeting, worded
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
+from app.turn.releases import fetches
 from app.turn.request import Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, is_silent, judge
 from app.turn.routing import Decision, Hint
@@ -55,6 +56,14 @@ class SplitRequest(Request):
     """Told when it is sent and nobody comes there any more."""
 
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
+        """Raises TurnError."""
+        worker = target.worker
+        if self.meeting is None and worker.phase == "decode" and worker.handover == "sglang" and not self.more:
+            try:
+                refuse_meeting(self.body)
+            except TurnError:
+                connection.close()
+                raise
         self.undelivered = False
         wake = super().send(connection, target)
         self.sent_at = time.monotonic()
@@ -87,6 +96,9 @@ class PromptTurn(Turn):
     """The names of workers that have died of the prompt."""
     _prefill_spared = _NOBODY
     """Of those that have failed at it, and live: it is taken to another one, if there is one; the claim stays."""
+    _doubted: tuple[Worker, Worker, AttemptTimeout] | None = None
+    """Who should have prefilled, and who decoded, when nothing came of it in time: the next meeting shows whose fault
+    that was."""
     _fresh = False
     """The next connection to a prefill worker is a new one."""
     _first = False
@@ -137,7 +149,7 @@ class PromptTurn(Turn):
         """Attempts, as the law of trying again allows, until one prefill worker has answered."""
         metrics, presence = self._shared.metrics, self._presence
         lost = self._prefill_lost
-        killed = busy = again = False
+        busy = again = False
         while True:
             presence.raise_if_gone()
             target = await self._decide(binding, lost)
@@ -158,17 +170,17 @@ class PromptTurn(Turn):
                 blame(worker.health, error)
                 if self._trace is not None:
                     self._trace.failed(error)
-                then = after(error, Sent(first_byte=attempt.came, killed=killed, free=free))
+                then = after(error, Sent(first_byte=attempt.came, killed=self._killed, free=free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, presence, metrics):
                     then = Next.FAIL
                 if then is Next.FAIL and self._is_spared(worker, error):
                     then = Next.ANEW
                 if then is Next.FAIL:
-                    raise error_of(error, killed=killed) from error
+                    raise error_of(error, killed=self._killed) from error
                 metrics.retries.inc(then.value)
                 again = then is Next.AGAIN
                 if not again and then is not Next.ANEW:
-                    killed = killed or then is Next.ELSEWHERE_IF_GONE
+                    self._killed = self._killed or then is Next.ELSEWHERE_IF_GONE
                     lost |= {worker.name}
                 continue
             finally:
@@ -332,6 +344,7 @@ class PromptTurn(Turn):
                 return attempt, connection or await connect(worker, presence, metrics)
             except AttemptFailed as error:
                 attempt.end()
+                blame(worker.health, error)
                 free = self._prefill_hint is None and (binding is None or binding.own)
                 if after(error, Sent(free=free)) is not Next.ELSEWHERE:
                     raise error_of(error) from error
@@ -369,12 +382,32 @@ class PromptTurn(Turn):
         if meeting.status and (not again or meeting.status < 500):
             await self._pass_on(meeting.status, meeting.headers, target, worded(meeting.body))
             raise Relayed
-        if failure is not None and not again:
-            raise error_of(failure) from failure
+        if isinstance(failure, AttemptTimeout):
+            self._doubt(target.worker, failure)
+        if failure is not None and (not again or (self._killed and isinstance(failure, ConnectionBroken))):
+            raise error_of(failure, killed=self._killed) from failure
         if isinstance(failure, ConnectionBroken) and await is_gone(target.worker, self._presence, self._shared.metrics):
+            self._killed = True
             self._prefill_lost |= {target.worker.name}
         elif not isinstance(failure, AttemptTimeout) or not await self._leave_silent():
             self._prefill_spared |= {target.worker.name}
+
+    def _doubt(self, prefill: Worker, failure: AttemptTimeout) -> None:
+        """Nothing has come of a meeting in time. Who was at the one before as well is blamed; both, if both were."""
+        assert self._decision is not None
+        decode = self._decision.target.worker
+        before, self._doubted = self._doubted, (prefill, decode, failure)
+        if before is not None:
+            for worker in {prefill, decode}.intersection(before[:2]):
+                blame(worker.health, failure)
+
+    def _clear(self, decode: Worker) -> None:
+        """It has begun to answer. If nothing came of it before, whoever should have prefilled then is blamed."""
+        if self._doubted is not None:
+            prefill, before, failure = self._doubted
+            self._doubted = None
+            if decode is before:
+                blame(prefill.health, failure)
 
     # -- its end
 
@@ -389,6 +422,6 @@ class PromptTurn(Turn):
             return
         self._request.undelivered = False
         decision, request = self._decision, self._request
-        at = decision.target if decision is not None and decision.target.worker.phase == "decode" else None
+        at = decision.target if decision is not None and fetches(decision.target.worker) else None
         body = parts.fetching(handover)
         self._phases.releases.begin(lambda target: request.whole(target, body), at, self._among)

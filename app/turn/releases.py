@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from app.fleet.workers import Fleet, Target
+from app.fleet.workers import Fleet, Target, Worker
 from app.http.calling import call
 from app.http.worker import AttemptFailed, ConnectFailed
 from app.metrics import Metrics
@@ -28,6 +28,11 @@ _WITHIN = 20.0
 _ANSWER = 64 << 20
 _TARGETS = 3
 _AT_THE_END = 2.0
+
+
+def fetches(worker: Worker) -> bool:
+    """Whether it fetches what is staged, and so frees it."""
+    return worker.phase == "decode" and worker.handover == "vllm"
 
 
 class Releases:
@@ -72,7 +77,7 @@ class Releases:
     def _targets(self, at: Target | None, among: frozenset[str] | None) -> list[Target]:
         found = [at] if at is not None and at.worker.known else []
         others = self._fleet.candidates(among=among, trials=False, with_full=True)
-        found += (each for each in others.compared() if each.worker.phase == "decode" and each is not at)
+        found += (each for each in others.compared() if fetches(each.worker) and each is not at)
         return found[:_TARGETS]
 
     async def aclose(self) -> None:

@@ -119,6 +119,8 @@ class Turn(Course):
     """None: nothing has been answered yet."""
     _status = 0
     """What the worker answered; 0: nothing."""
+    _killed = False
+    """A worker has died of it."""
     _again = 0
     """How often an attempt followed another one."""
     _refusal: TurnError | None = None
@@ -216,7 +218,7 @@ class Turn(Course):
         request, metrics, slots = self._request, self._shared.metrics, self._slots
         trace = self._trace
         once = fresh = request.once
-        killed = busy = False
+        busy = False
         lost = _NOBODY
         while True:
             assert self._decision is not None
@@ -250,7 +252,7 @@ class Turn(Course):
                 blame(worker.health, error)
                 if trace is not None:
                     trace.failed(error)
-                then = after(failure, Sent(once=once, first_byte=attempt.came, killed=killed, free=self._free))
+                then = after(failure, Sent(once=once, first_byte=attempt.came, killed=self._killed, free=self._free))
                 if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, self._presence, metrics):
                     then = Next.FAIL
             else:
@@ -277,11 +279,11 @@ class Turn(Course):
                 attempt.end()
             self._attempt = None
             if then is Next.FAIL:
-                raise error_of(failure, killed=killed) from failure
+                raise error_of(failure, killed=self._killed) from failure
             metrics.retries.inc(then.value)
             fresh = once or then is Next.AGAIN
             if then is not Next.AGAIN:
-                killed = killed or then is Next.ELSEWHERE_IF_GONE
+                self._killed = self._killed or then is Next.ELSEWHERE_IF_GONE
                 lost |= {worker.name}
                 await self._move(lost, failure)
             self._again += 1

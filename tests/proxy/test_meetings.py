@@ -3,7 +3,10 @@ to, is read there."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -75,6 +78,34 @@ async def test_both_workers_get_the_request_and_meet_in_a_room_of_its_own(pair: 
     assert sum(parts.counts()) == 2 * len(parts.labels["part"])
 
 
+async def test_no_client_says_where_workers_meet(pair: Phased) -> None:
+    seen: list[bytes] = []
+    pair.tap("d0", seen)
+    elsewhere: dict[str, Any] = {
+        "bootstrap_host": "10.0.0.1",
+        "bootstrap_port": 1,
+        "bootstrap_room": 7,
+        "disagg_prefill_dp_rank": 3,
+    }
+    turn = await pair.turn("s", **elsewhere)
+    assert (turn.status, places(turn)) == (200, ("p0", "d0"))
+    assert await rooms(pair, "p0") == await rooms(pair, "d0") != [7]
+    assert b"10.0.0.1" not in seen[0]
+    assert b"disagg_prefill_dp_rank" not in seen[0]
+    whole = await pair.turn(path="/v1/messages", max_tokens=3, **elsewhere)
+    unread = Call(
+        pair.entrances[0],
+        [(b"content-type", b"application/json")],
+        path="/v1/completions",
+        host="localhost",
+        body='{"prompt":"x","bootstrap\\u005froom":7}'.encode("utf-16"),
+    )
+    assert "bootstrap_host" in whole.json["error"]["message"]
+    assert (whole.status, error(await unread.finish())) == (400, (400, "invalid_request"))
+    assert unread.json["error"]["param"] == "bootstrap_room"
+    assert len(seen) == 1
+
+
 async def test_little_that_is_new_is_split_as_well_for_who_decodes_takes_no_whole_turn() -> None:
     async with met(prefill=2, decode=2, replicas=2, prefill_from=10**6) as room:
         turns = [await room.turn("s", at=number % 2) for number in range(3)]
@@ -138,6 +169,9 @@ async def test_a_prefill_worker_that_is_lost_is_left_by_the_turn_that_finds_out(
         assert places(await room.turn("s")) == (other, decode)
         assert places(await room.turn("s", at=1)) == (other, decode)
         assert await room.claimed("s", "", "prefill", "") == other
+        lost = room.replicas[0].fleet.worker(prefill)
+        assert lost is not None
+        assert lost.health.errors.per_minute() == 1
 
 
 async def test_a_decode_worker_that_is_lost_has_its_successor_come_to_the_same_room() -> None:
@@ -162,11 +196,54 @@ async def test_a_prefill_worker_that_is_silent_is_given_up_in_time_and_another_o
             await until(lambda name=name: room.idle(name))  # type: ignore[misc]
 
 
+async def test_a_decode_worker_that_dies_leaves_its_prefill_worker_blameless() -> None:
+    async with met(prefill=2, decode=2) as room:
+        await room.turn("s", headers=[*AT_P0, ("x-dynamo-worker-instance-id", "d0")])
+        await room.mocks["d0"].fault(mode="reset")
+        await room.mocks["d0"].fault(mode="refuse", seconds=PATIENCE)
+        turn = await room.turn("s", stream=True)  # of which it sends the head
+        assert (turn.status, places(turn)) == (200, ("p0", "d1"))
+
+
 async def test_where_no_other_one_prefills_it_is_asked_once_more() -> None:
     async with met(prefill=1, decode=1, first_byte_timeout=0.2) as room:
         await room.mocks["p0"].fault(mode="hang", times=2)
         assert error(await room.turn("s")) == (504, "worker_timeout")
         assert len(await rooms(room, "p0")) == 2
+
+
+@pytest.mark.parametrize("dying", ["pp", "pd", "dp"])
+async def test_no_third_worker_gets_what_two_have_died_of(dying: str) -> None:
+    async with met(prefill=3, decode=3) as room:
+        for mock in room.mocks.values():
+            await mock.fault(mode="hang", times=9)
+        turn = room.start("s")
+        for phase in dying:
+            await until(lambda: room.active_one("p"))
+            await until(lambda: room.active_one("d"))
+            name = await room.active_one(phase)
+            assert name is not None
+            await room.mocks.pop(name).stop()
+        async with asyncio.timeout(PATIENCE / 2):  # a third one would hang as well
+            await turn.finish()
+        assert error(turn) == (502, "workers_died")
+        assert said(turn, "x-should-retry") == "false"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "hung", "first_byte_timeout", "status", "blamed"),
+    [(2, "p0", 2, 200, ["p0"]), (2, "d0", 0.2, 504, ["d0"]), (1, "p0", 0.2, 504, ["d0", "p0"])],
+)
+async def test_whose_fault_it_was_that_two_have_not_met_the_next_two_show(
+    prefill: int, hung: str, first_byte_timeout: float, status: int, blamed: list[str]
+) -> None:
+    async with met(prefill=prefill, decode=1, first_byte_timeout=first_byte_timeout) as room:
+        if status == 200:
+            await room.turn("s", headers=AT_P0)
+        await room.mocks[hung].fault(mode="hang", times=2)
+        assert (await room.turn("s")).status == status
+        fleet = room.replicas[0].fleet
+        assert sorted(each.name for each in fleet if each.health.errors.per_minute()) == blamed
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -194,6 +271,18 @@ async def test_turns_at_every_limit_come_one_after_the_other() -> None:
         assert (await room.served())["p0"] == ["staged"] * 8
 
 
+async def test_whoever_loses_its_decode_worker_waits_for_another_one_without_a_slot_to_prefill() -> None:
+    async with met(prefill=1, decode=2, max_turns=1, queue_timeout=PATIENCE) as room:
+        for session, decode in (("a", "d0"), ("b", "d1")):
+            await room.turn(session, headers=[("x-dynamo-worker-instance-id", decode)])
+        await room.mocks.pop("d0").stop()
+        turns = [room.start("a"), room.start("b")]
+        async with asyncio.timeout(PATIENCE / 2):  # each would wait for what the other one holds
+            for turn in turns:
+                await turn.finish()
+        assert [(turn.status, places(turn)) for turn in turns] == [(200, ("p0", "d1"))] * 2
+
+
 async def test_who_hands_over_otherwise_is_not_asked() -> None:
     async with met(prefill=1, decode=1) as room, phased(prefill=1, decode=1, replicas=0) as others:
         for mock in others.mocks.values():
@@ -205,3 +294,41 @@ async def test_who_hands_over_otherwise_is_not_asked() -> None:
                 assert places(await both.turn(headers=at)) == (prefill, decode)
             wrong = [("x-dynamo-worker-instance-id", "d0"), ("x-dynamo-prefill-instance-id", "vllm-p0")]
             assert (await both.turn(headers=wrong)).status == 400
+
+
+async def test_nothing_is_released_at_a_worker_that_hands_over_otherwise() -> None:
+    async with met(prefill=1, decode=1) as room, phased(prefill=1, decode=1, replicas=0) as others:
+        for mock in others.mocks.values():
+            mock.spec = mock.spec.replace("name=", "name=vllm-")
+        workers = [mock.spec for each in (room, others) for mock in each.mocks.values()]
+        async with phased(prefill=0, decode=0, more=tuple(workers), replicas=1) as both:
+            first = await both.turn("s", headers=[("x-dynamo-worker-instance-id", "vllm-d0")])
+            assert places(first) == ("vllm-p0", "vllm-d0")
+            seen: list[bytes] = []
+            room.tap("d0", seen)
+            await others.mocks.pop("d0").stop()
+            assert places(await both.turn("s")) == ("p0", "d0")
+            await both.rest()
+            assert [b"kv_transfer_params" in body for body in seen] == [False]
+            assert both.counted("handovers_released") == {("failed",): 1}  # there is nobody left to fetch it
+
+
+@pytest.mark.parametrize("kind", ["plain", "vllm", "sglang"])
+async def test_a_turn_that_has_ended_is_in_no_circle(kind: str) -> None:
+    how: dict[str, Any] = {"prefill": 1, "decode": 1, "replicas": 1}
+    fleet = met(**how) if kind == "sglang" else phased(**how)
+    async with fleet as room:
+        path = "/v1/messages" if kind == "plain" else "/v1/chat/completions"
+        turns = room.replicas[0].turns
+        gc.collect()
+        gc.disable()
+        try:
+            call = room.start("s", stream=True, path=path, max_tokens=3)
+            await until(lambda: turns.count)
+            refs = list(map(weakref.ref, turns._running))
+            await call.finish()
+            assert (call.status, places(call)) == (200, (None if kind == "plain" else "p0", "d0"))
+            del call
+            await until(lambda: all(ref() is None for ref in refs), what="only the collector would free it")
+        finally:
+            gc.enable()

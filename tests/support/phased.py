@@ -127,6 +127,13 @@ class Phased:
     async def active(self, name: str) -> bool:
         return bool((await self.mocks[name].state())["active"])
 
+    async def active_one(self, phase: str) -> str | None:
+        """The name of a worker that has a turn, of those whose name begins so."""
+        for name in self.mocks:
+            if name.startswith(phase) and await self.active(name):
+                return name
+        return None
+
     async def idle(self, name: str) -> bool:
         return not await self.active(name)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from pydantic import ValidationError
@@ -16,7 +18,11 @@ from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.specs import Phase, WorkerError, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
-from app.turn.handovers import Parts, split, worded
+from app.http.inplace import Wake
+from app.http.worker import Sink, WorkerConnection
+from app.turn.handovers import Halves, Parts, split, worded
+from app.turn.meeting import Meeting
+from app.turn.retry import Attempt
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
@@ -147,6 +153,43 @@ def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
     assert isinstance(parts, Parts)
     assert b'"cut \\ud83d"' in parts.prompt
     assert b'"max_tokens":1' in parts.prompt
+
+
+@in_virtual_time
+@pytest.mark.parametrize("body", [b'{"stream":true}', b'{"bootstrap_room":5}', b'{"bootstrap_room":5,"stream":true}'])
+async def test_of_a_request_of_which_nothing_is_left_a_whole_one_is_made(body: bytes) -> None:
+    halves = split(body, "sglang")
+    assert isinstance(halves, Halves)
+    for each in halves.meeting(worker("p", "prefill").targets[0], 7):
+        assert json.loads(each)["bootstrap_room"] == 7
+
+
+class Answering:
+    """A connection to a worker, the head of whose answer has come."""
+
+    def __init__(self, status: int) -> None:
+        self.response = SimpleNamespace(complete=False, status=status, headers=[], pieces=[])
+
+    def relay(self, sink: Sink) -> None:
+        for _ in range(9):
+            sink.on_data(bytes(1 << 20), False)
+        sink.on_data(b"end", True)
+
+    def release(self) -> None:
+        self.response.complete = True
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("status", "failed"), [(200, False), (500, True)])
+async def test_of_a_prompt_that_is_computed_meanwhile_only_an_error_is_read(status: int, failed: bool) -> None:
+    loop, head, ended = asyncio.get_running_loop(), Wake(), list[Meeting]()
+    attempt = Attempt(worker("p", "prefill").targets[0], loop, None)
+    attempt.connection = cast("WorkerConnection", Answering(status))
+    meeting = Meeting(attempt, None, loop, ended.append)
+    meeting.begin(head)
+    head.set()
+    assert ended == [meeting]
+    assert (meeting.failure is not None, meeting.body) == (failed, b"")
 
 
 def test_an_error_as_sglang_says_it_is_told_in_openais_words() -> None:

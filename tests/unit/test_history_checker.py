@@ -785,6 +785,17 @@ def test_a_client_that_has_seen_the_end_need_not_stay() -> None:
     assert story.broken_rules() == ["misreported turn"]
 
 
+def test_nor_does_it_count_for_a_sick_worker_that_had_refused_its_turn() -> None:
+    story = Story()
+    turn = story.turn(0, "rebound", "w0", note=LEFT)
+    refused = Served(id=turn.id, session="s", worker="w1", start=0, end=0.005, outcome="aborted")
+    story.history.served.append(refused)
+    story.fault("worker-sick", "w1", -1, 5)
+    assert not story.check().violations
+    refused.outcome = "completed"
+    assert "misreported turn" in story.broken_rules()
+
+
 def test_workers_serve_only_what_was_sent() -> None:
     story = Story()
     story.history.served.append(Served(id="t99", session="s", worker="w0", start=0, end=1))

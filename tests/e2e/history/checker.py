@@ -978,8 +978,10 @@ def check_turns(session: _Session, verdict: Verdict) -> None:
         any_sick = faults.overlap("worker-sick", None, turn.start, turn.end)
         sick = any(faults.overlap("worker-sick", worker, turn.start, turn.end) for worker in workers)
         if turn.outcome == "completed":
-            good = ("completed", "aborted") if turn.note == LEFT else ("completed",)
-            done = [record.worker for record in records if record.outcome in good]
+            # Whoever leaves at the last event cuts the turn at the worker that said it, and at no other.
+            cut = turn.worker if turn.note == LEFT else None
+            good = {("completed", each) for each in workers} | {("aborted", cut)}
+            done = [record.worker for record in records if (record.outcome, record.worker) in good]
             if done != [turn.worker] and not (dead and len(done) < 2):
                 text = f"{turn.id} was answered by {turn.worker}; completed at {done or 'no worker'}"
                 _violate(verdict, "misreported turn", session.name, turn.start, text)

@@ -470,6 +470,7 @@ async def test_who_has_no_sockets_left_follows_the_others_when_there_are_some(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
     async with following(publisher, replays=False) as follower:
         await follower.until(lambda: follower.feed.trusted)
+        await publisher.subscribed()
         more = make_worker("http://h:2", name="more", ranks=3, connect_limit=1, idle_limit=1)
         more.spec = WorkerSpec(name="more", url="http://h:2", kv_events="tcp://127.0.0.1:1")
         follower.fleet.put(more)
@@ -495,6 +496,7 @@ async def test_who_has_no_socket_for_a_replay_goes_on_with_what_comes(
     publisher.tell(engine.stored(ONE))
     async with following(publisher) as follower:
         await follower.until(lambda: follower.replays("failed") == 1)
+        await publisher.subscribed()
         publisher.tell(engine.stored(TWO))
         await follower.has(TWO, 20)
 

@@ -120,7 +120,7 @@ def running(module_processes: Processes) -> Fleet:
 async def fleet(running: Fleet) -> AsyncIterator[Fleet]:
     """All up; and at the end as well, with nothing left of the test."""
     for number in range(len(running.workers)):
-        await wait_until(partial(running.all_are, "up", worker=number), 15)
+        await wait_until(partial(running.all_are, "up", worker=number), 40)
     yield running
     await clear_faults(running.sick)
     for replica in running.replicas:
@@ -202,7 +202,7 @@ async def test_found_sick_and_found_well_without_a_turn(fleet: Fleet, how: str) 
     await order_fault(fleet.sick, times=None, **SICK[how])
     await wait_until(lambda: fleet.all_are("starting", "suspect"), 15)
     await clear_faults(fleet.sick)
-    await wait_until(lambda: fleet.all_are("up"), 15)
+    await wait_until(lambda: fleet.all_are("up"), 40)
 
 
 async def test_what_is_no_illness_changes_nothing(fleet: Fleet) -> None:
@@ -282,7 +282,7 @@ async def test_ready_says_what_is_there_and_does_not_flap(running: Fleet) -> Non
     replica, _ = running.replicas
     begin = len(replica.process.output())
     for number in range(len(running.workers)):
-        await wait_until(partial(running.all_are, "up", worker=number), 15)
+        await wait_until(partial(running.all_are, "up", worker=number), 40)
 
     async def ready() -> int:
         return (await ask(replica.url, target="/ready")).status

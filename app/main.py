@@ -383,7 +383,7 @@ def create_app(
                     bounds=bounds,
                     tracing=tracing,
                     access=access,
-                    own_headers=((b"x-coatcheck-replica", quote(settings.store.replica, safe=_VISIBLE).encode()),),
+                    own_lines=b"\r\nx-coatcheck-replica: %b" % quote(settings.store.replica, safe=_VISIBLE).encode(),
                     phases=app.phases if fleet.phased else None,
                 ),
                 PhasedTurn,

@@ -17,7 +17,7 @@ from app.fleet.candidates import Candidates, Lineup, Prompt, points_of
 from app.fleet.health import Cause, Change, Health, State, Tolerance, Word
 from app.fleet.loads import Others, Owed, Weights
 from app.fleet.specs import BOOTSTRAP_PORT, HANDOVERS, Handover, Phase, WorkerError, WorkerSpec, normal_url, worker_name
-from app.http.headers import Header, Origin
+from app.http.headers import Origin
 from app.http.names import Names
 from app.http.worker import Pool
 from app.logs import event
@@ -180,7 +180,7 @@ class Target:
     and whoever counts it down adds that: with `now` for each that is there it is what all have spent until now.
     """
 
-    __slots__ = ("cache", "claiming", "headers", "in_flight", "limit", "placed", "points", "queued", "rank", "reserved",
+    __slots__ = ("cache", "claiming", "in_flight", "limit", "lines", "placed", "points", "queued", "rank", "reserved",
                  "sessions", "sessions_elsewhere", "spent", "turns_elsewhere", "worker")  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None, limit: int = 0) -> None:
@@ -199,10 +199,10 @@ class Target:
         self.cache = Cache(self)
         self.placed = 0
         """Of two targets, the one that was longer not given anything has the lower number (`Fleet.note_placed`)."""
-        self.headers: list[Header] = [(b"x-coatcheck-worker", worker.name.encode())]
-        """Says to the client where its turn went."""
+        self.lines = b"\r\nx-coatcheck-worker: %b" % worker.name.encode()
+        """Say to the client where its turn went, as `Exchange.start` takes them."""
         if rank is not None:
-            self.headers.append((b"x-coatcheck-rank", b"%d" % rank))
+            self.lines += b"\r\nx-coatcheck-rank: %d" % rank
 
     @property
     def load(self) -> float:

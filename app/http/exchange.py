@@ -265,13 +265,14 @@ class Exchange:
         if self.http_1_1 and not self.response_started and not self.disconnected:
             self._connection.transport.write(head_bytes(STATUS_LINES[status], headers))
 
-    def start(self, status: int, headers: list[Header]) -> None:
+    def start(self, status: int, headers: list[Header], lines: bytes = b"") -> None:
+        """Begin the answer. `lines`: more headers, written out, each behind a line's end."""
         self.response_started = True
         self.status = status
         self.expects_continue = False
         if self.mark is not None:
             headers = self.mark(headers)
-        head = b"\r\n".join([_FIRST_LINES[status], *map(_line, headers)])
+        head = b"\r\n".join([_FIRST_LINES[status], *map(_line, headers)]) + lines
         if self.switches:
             self.keep_alive = False  # what was sent behind the request is no HTTP
             if status == 101:

@@ -126,9 +126,9 @@ class Answer:
             error = TurnError(code, str(failure))
             self._exchange.write(error_event(error, self._exchange.raw_path, request_id), False)
 
-    def say(self, status: int, headers: list[Header], body: bytes) -> None:
-        """Something of our own, whole."""
-        self._exchange.start(status, headers)
+    def say(self, status: int, headers: list[Header], body: bytes, lines: bytes) -> None:
+        """Something of our own, whole. As `Exchange.start`."""
+        self._exchange.start(status, headers, lines)
         self._exchange.write(body, True)
 
     # -- called from the client's connection; as the sink's methods they may run the turn in place: the last thing

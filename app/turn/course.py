@@ -63,6 +63,20 @@ class Course(abc.ABC):
     _prompt: Foreseen | None = None
     """By which it was placed; None: it was bound, or placed otherwise."""
 
+    def _goes_on(self) -> bool:
+        """Whether it goes where its session is known to be: what most turns do, and nothing is waited for. Else
+        `_route`."""
+        routing, binding, model = self._shared.routing, self._binding, self._request.fields.model
+        if binding is None or self._kept is not None or (model and routing.serving(model) is not None):
+            return False
+        if not binding.bind_cached():
+            return False
+        worker = binding.target.worker
+        if not worker.known or worker.health.watchful:
+            return False
+        self._go(routing.of_session(binding.target, binding.how, "memory", self._hint, None))
+        return True
+
     async def _route(self) -> None:
         """Decide the target: where what it names is kept, else the session's claim, else the client's hint, else the
         policy's choice."""
@@ -75,7 +89,7 @@ class Course(abc.ABC):
             await kept.find(self._presence)
             maker = kept.target
         if binding is not None:
-            if not binding.bind_cached():
+            if binding.how == "none" and not binding.bind_cached():
                 await self._bind(binding.bind, routing.placement(self._request, self._hint, maker, self._among))
             if self._among is not None and maker is None and binding.target.worker.name not in self._among:
                 binding = await self._go_beside(binding, self._among)

@@ -88,7 +88,7 @@ def _whole_list(listed: Listed) -> Whole:
         raise listed.failure
     worker, answer = listed.refusal
     headers = [pair for pair in answer.headers if pair[0] in _TOLD]
-    headers += ((b"content-length", b"%d" % len(answer.body)), *worker.targets[0].headers[:1])
+    headers += ((b"content-length", b"%d" % len(answer.body)), (b"x-coatcheck-worker", worker.name.encode()))
     return answer.status, headers, answer.body
 
 

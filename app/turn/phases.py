@@ -32,7 +32,6 @@ import msgspec
 
 from app.errors import TurnError
 from app.fleet.placement.foresight import Foreseen
-from app.http.headers import Header
 from app.http.inplace import Wake
 from app.http.worker import (
     AttemptFailed,
@@ -63,9 +62,9 @@ _WAITED = ("cached", "stored")
 
 
 @functools.lru_cache(maxsize=1024)
-def _prefill_headers(worker: str, rank: int | None) -> tuple[Header, ...]:
-    named = (b"x-coatcheck-prefill-worker", worker.encode())
-    return (named,) if rank is None else (named, (b"x-coatcheck-prefill-rank", b"%d" % rank))
+def _prefill_lines(worker: str, rank: int | None) -> bytes:
+    named = b"\r\nx-coatcheck-prefill-worker: %b" % worker.encode()
+    return named if rank is None else named + b"\r\nx-coatcheck-prefill-rank: %d" % rank
 
 
 class HandoverLost(Exception):
@@ -113,13 +112,17 @@ class PhasedTurn(PromptTurn):
 
     # -- the turn's steps
 
-    async def _read(self) -> None:
-        await super()._read()
+    def _heed(self) -> None:
+        super()._heed()
         if self._request.may_hint:
             self._prefill_hint = self._phases.prefills.hint(self._request, self._exchange)
 
+    def _goes_on(self) -> bool:
+        return False  # `_route` has more to decide
+
     async def _route(self) -> None:
-        await super()._route()
+        if not super()._goes_on():
+            await super()._route()
         decision = self._decision
         if decision is not None and not decision.target.worker.takes_turns and self._binding is not None:
             await self._leave_prefill_worker(self._binding)
@@ -247,7 +250,9 @@ class PhasedTurn(PromptTurn):
             await self._await_first(connection)
             if connection.response.status in _NOT_BEGUN:
                 self._request.undelivered = True  # nothing was fetched: it is released in the end
-        await super()._relay(connection)
+        rest = super()._relay(connection)
+        if rest is not None:
+            await rest
         binding, attempt = self._binding, self._attempt
         if (
             binding is not None
@@ -359,11 +364,11 @@ class PhasedTurn(PromptTurn):
         del self._request.missed
         self._request.meeting = None
 
-    def _own_headers(self) -> list[Header]:
-        headers, prefill = super()._own_headers(), self._prefill
-        if prefill is not None:
-            headers += _prefill_headers(prefill.target.worker.name, prefill.target.rank)
-        return headers
+    def _own_lines(self) -> bytes:
+        prefill = self._prefill
+        if prefill is None:
+            return super()._own_lines()
+        return super()._own_lines() + _prefill_lines(prefill.target.worker.name, prefill.target.rank)
 
     def _told(self) -> Told:
         prefill = self._prefill

@@ -303,7 +303,7 @@ class PromptTurn(Turn):
             await self._presence.in_any_case(self._binding.refused(status))
         passed = response_headers(headers, status, target.worker.origin)
         kept = [pair for pair in passed if pair[0] != b"content-length"]
-        self._say(status, [*kept, (b"content-length", b"%d" % len(body)), *self._own_headers()], body)
+        self._say(status, [*kept, (b"content-length", b"%d" % len(body))], body, self._own_lines())
         self._decision = None  # no decode worker was given it
 
     # -- computed meanwhile

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -190,9 +191,10 @@ class Request:
         if PROTOCOLS in noted and (words := protocols_without_keys(noted)):
             self._lines += b"%b: %b\r\n" % (PROTOCOLS, words)
 
-    async def read_body(self) -> None:
-        """The body (capped), and the fields that routing needs. Raises TurnError or ClientDisconnected."""
-        exchange, noted, reading = self._exchange, self.noted, self._reading
+    def read_body(self) -> Coroutine[Any, Any, None] | None:
+        """The body (capped), and the fields that routing needs. Returns what is to be awaited for that, where it
+        has not come yet. Raises TurnError or ClientDisconnected."""
+        noted, reading = self.noted, self._reading
         cap = reading.body_limit
         declared = noted.get(b"content-length")
         if declared is not None:
@@ -207,19 +209,30 @@ class Request:
             self._routable = may_be_json and not coded
             whole = self._routable or 0 <= self._length <= _STREAMED_FROM
         least = cap + 1 if whole else 1
-        body, more = exchange.received_already(least) or await exchange.receive(least)
-        if len(body) > cap or (whole and more):
-            raise _too_large(cap)
+        come = self._exchange.received_already(least)
+        if come is None:
+            return self._await_body(least, whole)
+        self._take_body(come[0], come[1], whole)
+        return None
+
+    async def _await_body(self, least: int, whole: bool) -> None:
+        body, more = await self._exchange.receive(least)
+        self._take_body(body, more, whole)
+
+    def _take_body(self, body: bytes, more: bool, whole: bool) -> None:
+        reading = self._reading
+        if len(body) > reading.body_limit or (whole and more):
+            raise _too_large(reading.body_limit)
         self.body = body
         if more:
             self.more = self.once = True
             return
         if body:
-            self._read_fields(body, noted)
+            self._read_fields(body)
             if reading.aliases and self.fields.model in reading.aliases:
                 self._rename(reading.aliases[self.fields.model])
 
-    def _read_fields(self, body: bytes, noted: Noted) -> None:
+    def _read_fields(self, body: bytes) -> None:
         """What cannot be read is the worker's business: it knows better what is wrong with it, if anything is."""
         reading = self._reading
         identifier = reading.identifier
@@ -246,7 +259,7 @@ class Request:
         if self.fields.nvext is not None or self.misfits:
             self.may_hint = reading.judges_hints
         if unnamed and ids:
-            self.identity = identifier.identify(noted, ids)
+            self.identity = identifier.identify(self.noted, ids)
 
     def _rename(self, model: str) -> None:
         """The client has used an alias of this model. Raises TurnError."""

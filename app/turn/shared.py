@@ -6,7 +6,6 @@ import msgspec
 
 from app.fleet.capacity import Bounds, Capacity
 from app.fleet.workers import Fleet
-from app.http.headers import Header
 from app.metrics import Metrics
 from app.turn.access import AccessLog
 from app.turn.prefills import Phases
@@ -39,7 +38,7 @@ class Shared(msgspec.Struct, frozen=True):
     """None: there are no spans."""
     access: AccessLog | None = None
     """None: the log has no line of any turn."""
-    own_headers: tuple[Header, ...] = ()
-    """Said in every answer: which replica this is."""
+    own_lines: bytes = b""
+    """Headers of every answer, as `Exchange.start` takes them: which replica this is."""
     phases: Phases | None = None
     """None: every worker takes whole turns."""

@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -47,7 +47,8 @@ _UNPLACED = frozenset(
 _MEASURED_OF = 16
 _AFTER_THE_LAST = 1.0
 """Seconds that are waited, at least, for what should follow an answer's last event."""
-_AFFINITY_HEADERS = {how: (b"x-coatcheck-affinity", how.encode()) for how in AFFINITY_OUTCOMES}
+_HOW = {how: how.encode() for how in AFFINITY_OUTCOMES}
+_OWN_LINES = b"\r\nx-coatcheck-affinity: %b\r\nx-request-id: %b%b%b"
 
 
 class Turns:
@@ -142,10 +143,9 @@ class Turn(Course):
         self._presence = Presence(loop)
         self._request = Request(shared.reading, exchange)
         self._outcome: TurnOutcome = "completed"
-        self._among = self._hint = self._slots = self._trace = None
+        self._among = self._hint = self._slots = None
         self._read_at = 0.0
-        if shared.tracing is not None:
-            self._trace = shared.tracing.begin(exchange)
+        self._trace = None if shared.tracing is None else shared.tracing.begin(exchange)
 
     def measure(self) -> None:
         """Note what the router itself needs for it."""
@@ -158,20 +158,32 @@ class Turn(Course):
     # -- the turn, top to bottom
 
     async def run(self) -> None:
+        request = self._request
         try:
-            await self._read()
-            if self._request.dry_run:
+            request.read_head()
+            try:
+                if not self._exchange.switches:  # else what follows is not HTTP
+                    rest = request.read_body()
+                    if rest is not None:
+                        await rest
+            finally:
+                # Also when it raises: a final turn that is refused or left ends its session all the same.
+                if not request.dry_run:
+                    self._binding = self._shared.routing.session(request)
+            self._heed()
+            if request.dry_run:
                 await self._explain()
             else:
                 if self._trace is not None:
                     self._trace.binds()
-                await self._route()
+                if not self._goes_on():
+                    await self._route()
                 await self._try_until_answered()
         except TurnError as error:
             await self._refuse(error)
         except ClientDisconnected:
             self._outcome = "aborted"
-            if self._binding is not None and self._request.identity.final:
+            if self._binding is not None and request.identity.final:
                 await self._presence.in_any_case(self._binding.left())
         except asyncio.CancelledError:  # the router's time to drain is over
             if not self._exchange.response_complete:
@@ -180,7 +192,7 @@ class Turn(Course):
             raise
         except Exception:  # a fault of ours: the operator sees it in the log, the client a proper error
             self._outcome = "failed"
-            name = self._request.id.decode("latin-1")
+            name = request.id.decode("latin-1")
             log.exception("turn %s failed", name, extra=event("fault", request=name))
             if self._answer is not None:
                 raise  # the server cuts the connection
@@ -188,17 +200,9 @@ class Turn(Course):
         finally:
             self._account()
 
-    async def _read(self) -> None:
-        """Who asks, which session, and what the client would like."""
+    def _heed(self) -> None:
+        """What the client would like. Raises TurnError, ClientDisconnected."""
         request, shared = self._request, self._shared
-        try:
-            request.read_head()
-            if not self._exchange.switches:  # else what follows is not HTTP
-                await request.read_body()
-        finally:
-            # Also when it raises: a final turn that is refused or left ends its session all the same.
-            if not request.dry_run:
-                self._binding = shared.routing.session(request)
         if request.identity.final_unclear:
             shared.metrics.final_unclear.inc()
         for why in request.identity.ignored:
@@ -273,7 +277,9 @@ class Turn(Course):
                         metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
                         lost |= {worker.name}
                         continue
-                await self._relay(connection)
+                rest = self._relay(connection)
+                if rest is not None:
+                    await rest
                 break
             finally:
                 attempt.end()
@@ -291,8 +297,9 @@ class Turn(Course):
         if self._answer is not None and self._answer.failure is not None:
             await self._break_off(self._answer, self._answer.failure)
 
-    async def _relay(self, connection: WorkerConnection) -> None:
-        """The worker's answer, as it comes."""
+    def _relay(self, connection: WorkerConnection) -> Coroutine[Any, Any, None] | None:
+        """The worker's answer, as it comes. Returns what is to be awaited, where not all of it has gone by already.
+        Raises TurnError."""
         attempt = self._attempt
         assert attempt is not None
         response, binding = connection.response, self._binding
@@ -307,16 +314,17 @@ class Turn(Course):
         if response.open_ended:
             let_events_through(headers)
         self._answer = answer = Answer(self._exchange, self._presence, self._began)
-        headers += self._own_headers()
-        self._exchange.start(status, headers)
+        self._exchange.start(status, headers, self._own_lines())
         if status == 101:
             attempt.send_rest(self._request)
         keeper = None
         if self._kept is not None:
             self._kept.answered(status)
             keeper = self._kept.keeper(status, headers, attempt.target)
-        if not answer.relay(connection, binding, keeper):
-            await answer.ended()
+        return None if answer.relay(connection, binding, keeper) else self._until_ended(answer, attempt)
+
+    async def _until_ended(self, answer: Answer, attempt: Attempt) -> None:
+        await answer.ended()
         fault = attempt.upload_fault
         if fault is not None and answer.failure is not None and not isinstance(fault, TurnError):
             raise fault
@@ -344,14 +352,14 @@ class Turn(Course):
             self._outcome = "rejected" if status < 500 else "unplaced" if error.code in _UNPLACED else "worker_error"
         if self._binding is not None and self._request.identity.final:
             await self._presence.in_any_case(self._binding.refused(status))
-        self._say(status, headers + self._own_headers(), body)
+        self._say(status, headers, body, self._own_lines())
 
     async def _explain(self) -> None:
         """Answer where the turn would go, and why, without anything done."""
         body = _encode_json(await self._explained())
         self._outcome = "explained"
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        self._say(200, [*headers, (b"x-request-id", self._request.id), *self._shared.own_headers], body)
+        self._say(200, headers, body, b"\r\nx-request-id: %b%b" % (self._request.id, self._shared.own_lines))
 
     async def _explained(self) -> dict[str, Any]:
         kept = None if self._kept is None else self._kept.named
@@ -443,15 +451,16 @@ class Turn(Course):
             prompt.settle(decision.target, answer.usage)
         over(fault)
 
-    def _say(self, status: int, headers: list[Header], body: bytes) -> None:
+    def _say(self, status: int, headers: list[Header], body: bytes, lines: bytes) -> None:
         self._answer = Answer(self._exchange, self._presence, self._began)
-        self._answer.say(status, headers, body)
+        self._answer.say(status, headers, body, lines)
 
-    def _own_headers(self) -> list[Header]:
-        decision, named = self._decision, (b"x-request-id", self._request.id)
+    def _own_lines(self) -> bytes:
+        """Our own headers, as `Exchange.start` takes them."""
+        decision, shared = self._decision, self._shared
         if decision is None:
-            return [_AFFINITY_HEADERS["none"], named, *self._shared.own_headers]
-        return [_AFFINITY_HEADERS[decision.how], named, *self._shared.own_headers, *decision.target.headers]
+            return _OWN_LINES % (b"none", self._request.id, shared.own_lines, b"")
+        return _OWN_LINES % (_HOW[decision.how], self._request.id, shared.own_lines, decision.target.lines)
 
     def check_limits(self, now: float) -> None:
         """Cut the attempt when the worker has been silent, or the turn has lasted, longer than is allowed."""

@@ -123,10 +123,10 @@ def test_finding_targets() -> None:
     assert [(t.worker.name, t.rank) for t in fleet.candidates()] == [("a", None), ("b", 0), ("b", 1)]
 
 
-def test_headers_of_a_target() -> None:
+def test_header_lines_of_a_target() -> None:
     worker = make("http://a:1", "a")
-    assert worker.targets[0].headers == [(b"x-coatcheck-worker", b"a")]
-    assert Target(worker, 0).headers == [(b"x-coatcheck-worker", b"a"), (b"x-coatcheck-rank", b"0")]
+    assert worker.targets[0].lines == b"\r\nx-coatcheck-worker: a"
+    assert Target(worker, 0).lines == b"\r\nx-coatcheck-worker: a\r\nx-coatcheck-rank: 0"
 
 
 def of(letters: str, clock: Clock | None = None, **tolerance: Any) -> tuple[dict[str, Worker], Fleet]:

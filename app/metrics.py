@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
@@ -88,6 +88,10 @@ _FORESEEN: tuple[tuple[TurnOutcome, str], ...] = (
 """Ends of a turn at a worker that are shown from the start: what increases from nothing has no rate."""
 
 
+_AT_ONCE = 64
+"""Observations that a histogram sorts into its buckets at a time."""
+
+
 class Family(msgspec.Struct, array_like=True):
     """A metric as it is at a moment."""
 
@@ -132,6 +136,8 @@ class Histogram:
         if not self.labels:
             self._own = self._cell(())
             """The cell of one without labels."""
+        self._fresh: list[float] = []
+        """Observed by one without labels, and not in its cell yet."""
 
     def _cell(self, labels: Labels) -> list[float]:
         cell = self._cells[labels] = [*[0] * (len(self.bounds) + 1), 0.0]
@@ -139,9 +145,22 @@ class Histogram:
 
     def observe(self, value: float) -> None:
         """Of one without labels."""
-        cell = self._own
-        cell[bisect_left(self.bounds, value)] += 1
-        cell[-1] += value
+        fresh = self._fresh
+        fresh.append(value)
+        if len(fresh) >= _AT_ONCE:
+            self._sort_in()
+
+    def _sort_in(self) -> None:
+        """What was observed goes into its buckets: for many at once that costs a small part of finding each one's."""
+        fresh, self._fresh = self._fresh, []
+        fresh.sort()
+        cell, before = self._own, 0
+        for at, bound in enumerate(self.bounds):
+            upto = bisect_right(fresh, bound, before)
+            cell[at] += upto - before
+            before = upto
+        cell[-2] += len(fresh) - before
+        cell[-1] += sum(fresh)
 
     def observe_of(self, labels: Labels, value: float) -> None:
         cell = self._cells.get(labels) or self._cell(labels)
@@ -156,18 +175,10 @@ class Histogram:
             cell[bisect_left(bounds, value)] += 1
             cell[-1] += value
 
-    def observe_with(self, other: Histogram, value: float) -> None:
-        """In both, which have the same bounds and no labels."""
-        at = bisect_left(self.bounds, value)
-        cell = self._own
-        cell[at] += 1
-        cell[-1] += value
-        cell = other._own
-        cell[at] += 1
-        cell[-1] += value
-
     def counts(self, of: Callable[[Labels], bool] = lambda labels: True) -> list[int]:
         """How many were observed in each bucket, of the cells whose labels are meant."""
+        if self._fresh:
+            self._sort_in()
         cells = [cell[:-1] for labels, cell in self._cells.items() if of(labels)]
         if len(cells) == 1:
             return list(map(int, cells[0]))
@@ -178,9 +189,13 @@ class Histogram:
 
     def adopt(self, labels: Labels, other: Histogram) -> None:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
-        self._cells[labels] = other._cells[()]
+        if other._fresh:
+            other._sort_in()
+        self._cells[labels] = other._own
 
     def family(self) -> Family:
+        if self._fresh:
+            self._sort_in()
         cells = [(labels, list(cell)) for labels, cell in self._cells.items()]
         return Family(self.name, "histogram", self.text, tuple(self.labels), cells, tuple(map(float, self.bounds)))
 
@@ -472,7 +487,8 @@ class Metrics:
         if cells is not None:
             cells.turns[outcome, status] += 1
             if ttft is not None:
-                self.ttft.observe_with(cells.ttft, ttft)
+                self.ttft.observe(ttft)
+                cells.ttft.observe(ttft)
 
     def turn(self, model: str, outcome: TurnOutcome) -> None:
         """Count one turn. Models are the client's words: only so many that worked get a series of their own."""

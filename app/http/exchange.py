@@ -232,11 +232,13 @@ class Exchange:
         return self._taken()
 
     def _taken(self) -> tuple[bytes, bool]:
-        pieces, self._pieces = self._pieces, []
+        pieces = self._pieces
+        taken = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
         self._size = 0
         if self._connection.read_paused:
             self._connection.resume_reading()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces), self.more_body
+        return taken, self.more_body
 
     async def receive(self, least: int = 1) -> tuple[bytes, bool]:
         """At least so many bytes of the body, or its rest; then whether more may come. Raises ClientDisconnected, or
@@ -310,7 +312,8 @@ class Exchange:
             connection.write(data)
         if end:
             self.response_complete = True
-            self._pieces = []
+            if self._pieces:
+                self._pieces = []
             connection.answered(self.keep_alive)
             return True
         return not connection.write_paused

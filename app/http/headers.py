@@ -97,14 +97,14 @@ class Forwarding:
             address = address.ipv4_mapped
         return any(address in network for network in self._networks)
 
-    def lines(self, peer: bytes, scheme: bytes, noted: Noted, trusted: bool) -> bytes:
+    def lines(self, peer: str, scheme: bytes, noted: Noted, trusted: bool) -> bytes:
         """Our own header lines, from the request's `noted` headers, which hold `host` and those of `FORWARDED`."""
         host = noted[b"host"][0] if b"host" in noted else b""  # of an HTTP/1.0 client
         if not peer:
             return self._nameless_lines(scheme, host, noted, trusted)
         if not trusted:
             return (_forwarded if len(host) <= 256 else _forwarded.__wrapped__)(peer, scheme, host)
-        lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer])
+        lines = b"x-forwarded-for: %b\r\n" % b", ".join([*noted.get(b"x-forwarded-for", ()), peer.encode()])
         if b"x-forwarded-proto" not in noted:
             lines += b"x-forwarded-proto: %b\r\n" % scheme
         if host and b"x-forwarded-host" not in noted:
@@ -125,8 +125,8 @@ class Forwarding:
 
 
 @functools.lru_cache(maxsize=1024)
-def _forwarded(peer: bytes, scheme: bytes, host: bytes) -> bytes:
-    lines = b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (peer, scheme)
+def _forwarded(peer: str, scheme: bytes, host: bytes) -> bytes:
+    lines = b"x-forwarded-for: %b\r\nx-forwarded-proto: %b\r\n" % (peer.encode(), scheme)
     return lines + b"x-forwarded-host: %b\r\n" % host if host else lines
 
 

@@ -24,10 +24,12 @@ class Wake:
 
     __slots__ = ("_failure", "_is_set", "_waiter")
 
+    _waiter: InPlace | None
+
     def __init__(self) -> None:
         self._is_set = False
         self._failure: Exception | None = None
-        self._waiter: Driven | None = None
+        self._waiter = None
 
     @property
     def is_set(self) -> bool:
@@ -39,6 +41,11 @@ class Wake:
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             waiter._step()
+
+    def reset(self) -> None:
+        """It may happen once more. Nobody awaits it."""
+        self._is_set = False
+        self._failure = None
 
     def fail(self, failure: Exception) -> None:
         """Happened, and raises `failure` where it is awaited."""
@@ -53,20 +60,28 @@ class Wake:
             raise self._failure
 
 
-class Driven:
-    """A coroutine run step by step. `returned` gets what it returns, or None when it was cancelled, `failed` what it
-    raises. It may await wakes and nothing else: no future (its callback can set a wake), and nothing that asks for the
-    current task, as `asyncio.timeout` does. Such things belong into a task of their own."""
+class InPlace:
+    """Whoever has a coroutine run step by step. It may await wakes and nothing else: no future (its callback can set a
+    wake), and nothing that asks for the current task, as `asyncio.timeout` does. Such things belong into a task of
+    their own."""
 
-    __slots__ = ("_coroutine", "_failed", "_returned", "_wake")
+    __slots__ = ("_coroutine", "_wake")
 
-    def __init__(self, returned: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
-        self._returned, self._failed = returned, failed
-        self._coroutine: Coroutine[Wake, None, Any] | None = None
+    def __init__(self) -> None:
+        self._coroutine: Coroutine[Any, Any, Any] | None = None
+        """While it runs: it holds what it works for, and that would be garbage for the collector."""
         self._wake: Wake | None = None
         """What it waits for, or has waited for last."""
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def _returned(self, result: Any) -> None:
+        """It has ended; None also when it was cancelled."""
+        raise NotImplementedError
+
+    def _failed(self, fault: Exception) -> None:
+        """It has raised this."""
+        raise NotImplementedError
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run it up to where it waits for the first time."""
         self._coroutine = coroutine
         self._step()
@@ -108,6 +123,26 @@ class Driven:
                 return
             self._wake = wake
             wake._waiter = self
+
+
+class Driven(InPlace):
+    """A coroutine alone. `returned` gets what it returns, or None when it was cancelled, `failed` what it raises."""
+
+    __slots__ = ("_raised", "_then")
+
+    def __init__(self, returned: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
+        super().__init__()
+        self._then, self._raised = returned, failed
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run it up to where it waits for the first time."""
+        self._run(coroutine)
+
+    def _returned(self, result: Any) -> None:
+        self._then(result)
+
+    def _failed(self, fault: Exception) -> None:
+        self._raised(fault)
 
 
 def direct_write(transport: asyncio.Transport) -> Write:

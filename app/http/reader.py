@@ -27,6 +27,9 @@ _HOST = re.compile(rb"(?:[\w.~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::\d*)?", re.
 _LOOKED_AT = OF_CONNECTION | {b"host", b"content-length", b"transfer-encoding", b"expect", b"upgrade"}
 _LARGE = 65536
 """Bytes of a body from which on it goes past the parser, which would copy it."""
+_SHORT = 256
+"""Bytes of a url, or a host, that may be remembered."""
+_NO_TARGET = (b"", b"", "", False, b"")
 _ENDLESS = sys.maxsize
 _ALLOWED = b"GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
 
@@ -47,6 +50,10 @@ class Reader:
         self._headers: list[Header] = []
         self._hosts = 0
         self._seldom: list[Header] = []
+        self._url_before: bytes | None = None
+        self._host_before: bytes | None = None
+        """What was read last, if it is short: a client says it again with each request. The `_target` is the url's."""
+        self._target = _NO_TARGET
         self._may_be_large = False
         self._announced = b""
         """The length of a body that has not come to its end, and may not have begun; how much of it `_came`."""
@@ -158,7 +165,13 @@ class Reader:
         name = name.lower()
         if name in _LOOKED_AT:
             if name == b"host":
-                self._hosts += 1 if (_is_host if len(value) <= 256 else _is_host.__wrapped__)(value) else 2
+                if value == self._host_before:
+                    self._hosts += 1
+                elif _is_host(value):
+                    self._hosts += 1
+                    self._host_before = value if len(value) <= _SHORT else None
+                else:
+                    self._hosts += 2
             elif name == b"content-length":
                 self._announced = value  # a number: llhttp has taken it for one
             else:
@@ -184,7 +197,10 @@ class Reader:
         method = parser.get_method()
         if method == b"CONNECT":
             raise TurnError("invalid_request", "this router makes no tunnels")
-        raw_path, query, path, strays, authority = (_read_target if len(url) <= 256 else _read_target.__wrapped__)(url)
+        if url != self._url_before:
+            self._target = (_read_target if len(url) <= _SHORT else _read_target.__wrapped__)(url)
+            self._url_before = url if len(url) <= _SHORT else None
+        raw_path, query, path, strays, authority = self._target
         proxy = self._route(path)
         if proxy is not None:
             if strays:
@@ -248,7 +264,6 @@ def _expects_continue(seldom: Sequence[Header]) -> bool:
     return [value.lower() for name, value in seldom if name == b"expect"][-1:] == [b"100-continue"]
 
 
-@functools.lru_cache(maxsize=1024)
 def _is_host(value: bytes) -> bool:
     """Whether a Host header has a host, and a port perhaps, or nothing (RFC 9110 7.2)."""
     return _HOST.fullmatch(value.strip()) is not None

@@ -115,6 +115,7 @@ class WorkerConnection(asyncio.Protocol):
         "_tls",
         "_transport",
         "_used",
+        "_wake",
         "_write",
         "_written",
         "connected",
@@ -141,6 +142,8 @@ class WorkerConnection(asyncio.Protocol):
         self._room: Wake | None = None
         self._sink: Sink | None = None
         self._head: Wake | None = None
+        self._wake = Wake()
+        """Of every exchange: whoever waits for one's head waits no more when the next begins."""
         self._failure: AttemptFailed | None = None
         self.heard = False
         """Something has come or was sent, or could not come, since `quiet_for` was asked."""
@@ -166,7 +169,8 @@ class WorkerConnection(asyncio.Protocol):
         self.first_byte = False
         self._exchange = True
         self.uploading = more
-        self._head = wake = Wake()
+        self._head = wake = self._wake
+        wake.reset()
         self.heard = True
         if self._tls:
             self._count()
@@ -175,11 +179,10 @@ class WorkerConnection(asyncio.Protocol):
         self._written += len(head) + size
         if transport.is_closing():
             self._fail(StaleConnection("the worker had closed the idle connection"))
-        elif size <= 65536:
-            self._write(head + body if size else head)
         else:
             self._write(head)
-            self._write(body)
+            if size:
+                self._write(body)
         return wake
 
     async def write(self, data: bytes) -> None:

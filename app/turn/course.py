@@ -19,6 +19,7 @@ from app.fleet.loads import Place
 from app.fleet.placement.foresight import Foreseen
 from app.fleet.workers import Target
 from app.http.exchange import Exchange
+from app.http.inplace import InPlace
 from app.http.worker import AttemptFailed
 from app.sessions.placing import Placement
 from app.sessions.spread import Hold
@@ -33,7 +34,7 @@ from app.turn.tracing import TurnTrace
 log = logging.getLogger("coatcheck.turn")
 
 
-class Course(abc.ABC):
+class Course(InPlace, abc.ABC):
     """A turn's way to its target, as far as it has been read. `Turn` has the rest of it, and makes what stands here; a
     class below it, not an object beside it, because each step of an attempt asks for it.
 

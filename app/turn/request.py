@@ -38,6 +38,8 @@ _YES = frozenset({b"1", b"true", b"yes", b"on"})
 _STREAMED_FROM = 256 * 1024
 """Bytes from which on a request body that says nothing of routing goes through as it comes; smaller ones, whole, can be
 sent again."""
+_COPIED = 65536
+"""Bytes of a body up to which it is sent in one piece with its head."""
 _EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
 
@@ -172,7 +174,7 @@ class Request:
         kept_back = reading.kept_back_of_trusted if trusted else reading.kept_back
         lines, noted = sort_request(exchange.headers, reading.wanted, kept_back)
         self.noted = noted
-        self._lines = lines + forwarding.lines((peer or "").encode(), exchange.scheme, noted, trusted)
+        self._lines = lines + forwarding.lines(peer or "", exchange.scheme, noted, trusted)
         self.id = (given_id(noted) if b"x-request-id" in noted else None) or reading.next_id()
         if reading.keeps_credentials:
             self._keep_credentials(noted)
@@ -279,9 +281,12 @@ class Request:
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
         """Head and body, or as much of it as is there. As `WorkerConnection.send`."""
         self._origin = target.worker.origin
-        head, body = self._head(target), self.body
+        body = self.body
         if not self.once and self._exchange.method != b"HEAD":
-            return connection.send(head, body, on_interim=self._pass_interim)
+            if len(body) <= _COPIED:
+                return connection.send(self._head(target, body), b"", on_interim=self._pass_interim)
+            return connection.send(self._head(target), body, on_interim=self._pass_interim)
+        head = self._head(target)
         expected = Expected.HEAD if self._exchange.method == b"HEAD" else Expected.ANSWER
         return connection.send(
             head,
@@ -299,8 +304,8 @@ class Request:
         finally:
             self.body = own
 
-    def _head(self, target: Target) -> bytes:
-        """As `target` gets it."""
+    def _head(self, target: Target, body: bytes = b"") -> bytes:
+        """As `target` gets it, with `body` behind it."""
         exchange, reading, worker = self._exchange, self._reading, target.worker
         parts = [
             exchange.method,
@@ -326,7 +331,7 @@ class Request:
             )
         elif self.body or self._length >= 0 or exchange.method in _EMPTY_BODY_METHODS:
             parts.append(b"\r\ncontent-length: %d" % len(self.body))
-        parts.append(b"\r\n\r\n")
+        parts += (b"\r\n\r\n", body)
         return b"".join(parts)
 
     async def send_rest(self, connection: WorkerConnection) -> None:

@@ -22,7 +22,6 @@ from app.errors import ClientDisconnected, TurnError, error_response
 from app.fleet.placement.foresight import Foreseen
 from app.http.exchange import Exchange
 from app.http.headers import Header, let_events_through, response_headers
-from app.http.inplace import Driven
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.logs import event, shown
 from app.metrics import AFFINITY_OUTCOMES, TurnOutcome
@@ -113,8 +112,6 @@ class Turn(Course):
     """
 
     # Defaults in the class: these are set before they are looked at, or seldom looked at.
-    _driven: Driven | None = None
-    """While it runs."""
     _attempt: Attempt | None = None
     _answer: Answer | None = None
     """None: nothing has been answered yet."""
@@ -137,6 +134,7 @@ class Turn(Course):
         exchange: Exchange,
         over: Callable[[Exception | None], None],
     ) -> None:
+        self._coroutine = self._wake = None
         self._shared, self._running, self._loop = shared, running, loop
         self._exchange, self._over = exchange, over
         self._began = loop.time()
@@ -487,13 +485,9 @@ class Turn(Course):
 
     def start(self) -> None:
         """Run up to where it waits for the first time."""
-        self._driven = driven = Driven(self._returned, self._failed)
-        driven.start(self.run())
+        self._run(self.run())
 
-    def cancel(self) -> None:
-        """Stop wherever it is, as when the router's time to drain is over."""
-        if self._driven is not None:
-            self._driven.cancel()
+    # `cancel` stops it wherever it is, as when the router's time to drain is over.
 
     def client_left(self) -> None:
         answer = self._answer
@@ -513,10 +507,8 @@ class Turn(Course):
 
     # -- its end
 
-    def _returned(self, _: object) -> None:
-        self._driven = None  # it holds us: left alone, both would be garbage for the collector
+    def _returned(self, result: None) -> None:
         self._over(None)
 
     def _failed(self, fault: Exception) -> None:
-        self._driven = None
         self._over(fault)

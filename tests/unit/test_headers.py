@@ -132,7 +132,7 @@ _SAID: Noted = {b"host": [b"r"], b"x-forwarded-for": [b"192.0.2.9", b"10.0.0.1"]
 def test_who_comes_by_a_unix_socket_speaks_for_nobody(trusted: tuple[str, ...]) -> None:
     forwarding = Forwarding(trusted)
     assert not forwarding.trusts(None)
-    assert forwarding.lines(b"", b"http", _SAID, False) == b"x-forwarded-proto: http\r\nx-forwarded-host: r\r\n"
+    assert forwarding.lines("", b"http", _SAID, False) == b"x-forwarded-proto: http\r\nx-forwarded-host: r\r\n"
 
 
 @pytest.mark.parametrize("trusted", [("unix",), ("*",), ("10.0.0.0/8", "unix")])
@@ -140,6 +140,6 @@ def test_a_trusted_proxy_at_a_unix_socket_speaks_for_its_clients(trusted: tuple[
     forwarding = Forwarding(trusted)
     assert forwarding.trusts(None)
     assert forwarding.trusts("192.0.2.1") is ("*" in trusted)
-    lines = forwarding.lines(b"", b"http", _SAID, True)
+    lines = forwarding.lines("", b"http", _SAID, True)
     assert lines == b"x-forwarded-for: 192.0.2.9, 10.0.0.1\r\nx-forwarded-host: r\r\n"
-    assert forwarding.lines(b"", b"http", {}, True) == b"x-forwarded-proto: http\r\n"
+    assert forwarding.lines("", b"http", {}, True) == b"x-forwarded-proto: http\r\n"

@@ -336,8 +336,15 @@ def test_a_shelf_is_swept_in_pieces(index: Index) -> None:
 
 
 def test_a_long_batch_is_applied_in_pieces(engine: Engine) -> None:
-    batch = read(msgspec.msgpack.encode([1.0, [engine.stored(list(range(4000)))], 0]))
-    assert sum(1 for _ in engine.holdings.apply(batch, [])) > 1000 / 64
+    """Of 64 blocks, be they in one event or each in one of its own."""
+    stored = engine.stored(list(range(4000)))
+    batch = read(msgspec.msgpack.encode([1.0, [stored], 0]))
+    assert sum(1 for _ in engine.holdings.apply(batch, [])) == 15
+    gone = [{"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"} for name in stored["block_hashes"]]
+    pieces = engine.holdings.apply(read(msgspec.msgpack.encode([1.0, gone, 0])), [])
+    left = [len(engine.index) for _ in pieces]
+    assert left == list(range(1000 - 64, 0, -64))
+    assert len(engine.index) == 0
 
 
 @pytest.mark.parametrize("run", recorded().runs, ids=lambda run: run.name)

@@ -95,10 +95,10 @@ class Placing:
 # --- prompts as chains -----------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_small_at_first_and_an_eighth_of_what_is_before_them_at_most() -> None:
+def test_blocks_are_small_at_first_and_a_quarter_of_what_is_before_them_at_most() -> None:
     assert ENDS[:3] == (LEAST, 2 * LEAST, 3 * LEAST)
-    assert all(end - begin <= max(LEAST, begin / 8) for begin, end in itertools.pairwise((0, *ENDS)))
-    assert full_blocks(40_000) < 60
+    assert all(end - begin <= max(LEAST, begin / 4) for begin, end in itertools.pairwise((0, *ENDS)))
+    assert full_blocks(40_000) < 30
 
 
 def test_chains_are_equal_as_far_as_texts_are() -> None:
@@ -196,7 +196,7 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
         placing.prompt(chat(words(f"other {number}", 5000))).placed(placing.at(1))
         placing.prompt(used).placed(placing.at(0))
         assert len(placing.prefixes) <= 4000 + 20
-    assert placing.known(placing.at(0), used) > 0.9
+    assert placing.known(placing.at(0), used) > 0.75
     assert placing.known(placing.at(0), left) == 0
 
 
@@ -256,13 +256,13 @@ def test_who_reports_far_less_than_was_foreseen_has_lost_its_cache() -> None:
     served(placing, one, 1000, 0)
     served(placing, other, 1000, 0)
     served(placing, one, 1000, 900)
-    assert placing.known(placing.at(0), other) > 0.9
+    assert placing.known(placing.at(0), other) > 0.75
     served(placing, one, 1000, 16)
     assert placing.known(placing.at(0), other) == 0
-    assert placing.known(placing.at(0), one) > 0.9  # it has just computed that
+    assert placing.known(placing.at(0), one) > 0.75  # it has just computed that
     assert placing.metrics.foresights_wrong.cells[()] == 1
     assert placing.metrics.found_tokens.cells[()] == 916
-    assert placing.metrics.foreseen_tokens.cells[()] == pytest.approx(1900, abs=100)
+    assert placing.metrics.foreseen_tokens.cells[()] == pytest.approx(1762, abs=100)
 
 
 def test_who_never_tells_of_cached_tokens_may_have_some() -> None:
@@ -270,7 +270,7 @@ def test_who_never_tells_of_cached_tokens_may_have_some() -> None:
     fields = chat(words("one", 4000))
     for _ in range(3):
         served(placing, fields, 1000, 0)
-    assert placing.known(placing.at(0), fields) > 0.9
+    assert placing.known(placing.at(0), fields) > 0.75
     assert placing.metrics.foresights_wrong.cells[()] == 0
 
 

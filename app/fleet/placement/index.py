@@ -30,6 +30,7 @@ NAME = 8
 """Bytes of what a worker calls a block."""
 _RECORD = 2 * NAME
 _each_name = struct.Struct(f"{NAME}s").iter_unpack
+_each_record = struct.Struct(f"{_RECORD}s").iter_unpack
 _record = struct.Struct(f"={NAME}sQ").pack
 _ours = struct.Struct("=Q").unpack_from
 _low = struct.Struct("=H").unpack_from
@@ -107,6 +108,15 @@ def _each(names: bytes) -> Iterable[tuple[int, bytes]]:
     return zip(array("H", names)[:: NAME // 2], [name for (name,) in _each_name(names)])  # noqa: B905
 
 
+def _records(names: bytes, blocks: list[int]) -> Iterable[bytes]:
+    """What a shelf keeps of each."""
+    if len(blocks) == 1:
+        return (_record(names, blocks[0]),)
+    both = array("Q", bytes(2 * len(names)))
+    both[::2], both[1::2] = array("Q", names), array("Q", blocks)
+    return [record for (record,) in _each_record(both)]
+
+
 def _blocks(bucket: bytearray) -> array[int]:
     return array("Q", bytes(bucket))[1::2]
 
@@ -140,17 +150,15 @@ class Index:
         """They are on a shelf, each by its name. What was there under the same names is no more."""
         buckets, tables, alone = shelf.buckets, self._tables, shelf.alone
         before = after = alone
-        for (low, name), block in zip(_each(names), blocks):  # noqa: B905 (strict costs more than the call)
+        for (low, name), record, block in zip(_each(names), _records(names, blocks), blocks):  # noqa: B905 (costs more)
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
-            if at >= 0:
-                at = _place(bucket, name, at)
-            if at < 0:
-                bucket += _record(name, block)
+            if at < 0 or (at := _place(bucket, name, at)) < 0:
+                bucket += record
             else:
                 (other,) = _ours(bucket, at + NAME)
                 if other != block:
-                    bucket[at : at + _RECORD] = _record(name, block)
+                    bucket[at : at + _RECORD] = record
                     self._take(shelf, (other,))
             table = tables[block & _ROUTES]
             holders = table.setdefault(block, alone)
@@ -162,16 +170,20 @@ class Index:
 
     def take(self, shelf: Shelf, names: bytes) -> None:
         """They are not on the shelf any more."""
-        buckets, blocks = shelf.buckets, []
+        buckets, tables, alone = shelf.buckets, self._tables, shelf.alone
         for low, name in _each(names):
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
             if at % _RECORD:
                 at = _place(bucket, name, at)
             if at >= 0:
-                blocks.append(_ours(bucket, at + NAME)[0])
+                (block,) = _ours(bucket, at + NAME)
                 del bucket[at : at + _RECORD]
-        self._take(shelf, blocks)
+                table = tables[block & _ROUTES]
+                if table.get(block) is alone:
+                    del table[block]
+                else:
+                    self._take(shelf, (block,))
 
     def _take(self, shelf: Shelf, blocks: Iterable[int]) -> None:
         tables, alone = self._tables, shelf.alone

@@ -66,19 +66,19 @@ class Prefixes:
             end = known.index(holders)
         return found
 
-    def note(self, hashes: Sequence[int], target: Target) -> None:
-        """A prompt goes to the target, which has all of its blocks from then on."""
+    def note(self, hashes: Sequence[int], target: Target, known: int = 0) -> None:
+        """A prompt goes to the target, which has all of its blocks from then on, and had so many of them before."""
         cache = target.cache
         youngest = self._generations[0]
         if not hashes or cache in youngest.get(hashes[-1], ()):
             return  # and so are all before it
+        at = known if known and cache in youngest.get(hashes[known - 1], ()) else 0
         if len(youngest) >= self._most:
-            youngest = {}
+            youngest, at = {}, 0
             self._generations.insert(0, youngest)
             del self._generations[_GENERATIONS:]
         before: tuple[Cache, ...] = ()
         after: tuple[Cache, ...] = cache.alone
-        at = 0
         for generation in self._generations:
             begin = at
             while at < len(hashes) and (holders := generation.get(hashes[at])) is not None:
@@ -129,7 +129,9 @@ class Prompt:
 
     def name(self, beyond: float) -> str:
         text = self._text
-        return text.name(full_blocks(round(beyond * text.size))) if text.hashes else ""
+        if not text.hashes:
+            return ""
+        return text.name(full_blocks(round(beyond * text.size)) if beyond else 0)
 
     async def read(self) -> None:
         pass
@@ -141,7 +143,7 @@ class Prompt:
             known = found.get(target, 0)
             self._foreseen = ENDS[known - 1] / self._text.size if known else 0.0
             self._where = target
-            self._table.note(hashes, target)
+            self._table.note(hashes, target, known)
 
     def settle(self, target: Target, usage: tuple[int, int] | None) -> None:
         if usage is None or target is not self._where:

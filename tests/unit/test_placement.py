@@ -231,6 +231,30 @@ def test_a_target_that_is_gone_is_not_known_and_not_kept() -> None:
     assert [each for each in gc.get_referrers(gone) if isinstance(each, Cache)] == [gone.cache]
 
 
+def test_the_bits_of_lost_caches_are_used_again_when_no_block_has_them() -> None:
+    """Workers come and go for ever; what was known of one is never another one's."""
+    placing = Placing(memory=800 * BYTES_A_BLOCK)
+    for number in range(60):
+        kept, lost = chat(words(f"kept {number}", 4000)), chat(words(f"lost {number}", 4000))
+        placing.prompt(kept).placed(placing.at(1))
+        placing.prompt(lost).placed(placing.at(0))
+        placing.prompt(kept).placed(placing.at(0))
+        assert placing.prompt(kept).shares().keys() == {placing.at(0), placing.at(1)}
+        placing.at(0).forget()
+        assert placing.prompt(kept).shares().keys() == {placing.at(1)}
+        assert not placing.prompt(lost).shares()
+        for other in range(4):
+            placing.prompt(chat(words(f"other {number} {other}", 4000))).placed(placing.at(2))
+    assert len(placing.prefixes._caches) < 20
+
+
+def test_the_garbage_collector_does_not_look_through_what_is_known() -> None:
+    placing = Placing()
+    for number in range(50):
+        placing.prompt(chat(words(f"{number % 20}", 4000))).placed(placing.at(number % 3))
+    assert not any(map(gc.is_tracked, placing.prefixes._generations))
+
+
 def test_a_worker_that_comes_back_cold_is_another_one() -> None:
     """With another incarnation, or after it was down."""
     placing = Placing()

@@ -24,6 +24,7 @@ from app.fleet.candidates import Candidates
 from app.fleet.policies import Policy, least, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target, make_worker
 from app.sessions.identity import KeyHasher
+from benchmarks import caches
 from benchmarks.children import REPO, end_on_sigterm
 from benchmarks.head_to_head import head_to_head
 from benchmarks.tables import Table, machine
@@ -327,6 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _without_processes(quick: bool) -> None:
     part = 0.05 if quick else 1.0
     print(cost(int(1000 * part)).markdown(), flush=True)
+    print(caches.free_turns(new_fleet, int(400 * part)).markdown(), flush=True)
+    print(caches.index(int(100_000 * part)).markdown(), flush=True)
     print(evenness().markdown(), flush=True)
     print(spread(400 * part, 1 if quick else 4).markdown(), flush=True)
 

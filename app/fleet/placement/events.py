@@ -119,7 +119,9 @@ class Holdings:
             by_group.setdefault(_group(event), []).append(names)
         for group, several in by_group.items():
             shelf = self.shelves.get(group)
-            for piece in () if shelf is None else _pieces(several[0] if len(several) == 1 else b"".join(several)):
+            if shelf is None:
+                continue
+            for piece in _pieces(several[0] if len(several) == 1 else b"".join(several)):
                 self._index.take(shelf, piece)
                 if self._done(len(piece) // NAME):
                     yield

@@ -28,7 +28,7 @@ _OCTAVE = 4
 _OCTAVES = 16
 _SIZES = [LEAST << octave for octave in range(_OCTAVES) for _ in range(_OCTAVE * (1 + (octave == 0)))]
 ENDS = tuple(accumulate(_SIZES))
-"""Where blocks end, in bytes from the beginning. What is beyond the last, at 256 MiB, counts for nothing."""
+"""Where blocks end, in bytes from the beginning. What is beyond the last, at 64 MiB, counts for nothing."""
 _SPANS = tuple(slice(*span) for span in pairwise((0, *ENDS)))
 _NAMED = 4 * LEAST
 """Bytes by which what follows is named."""

@@ -183,7 +183,7 @@ class Holdings:
 
 def _is_elsewhere(medium: Any) -> bool:
     """Not in the memory from which the engine computes."""
-    return medium is not None and str(medium).upper() != "GPU"
+    return medium not in (None, "GPU") and str(medium).upper() != "GPU"
 
 
 def _group(event: Event) -> int:

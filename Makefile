@@ -72,11 +72,13 @@ bench: $(READY)
 
 # The proxies to compare with, each in an environment of its own below .bench/; nginx and haproxy are the system's
 bench-peers: $(READY)
-	@grep -v '^#' benchmarks/peers.txt | while read -r package; do \
-		name=$$(echo "$$package" | sed 's/[=[].*//'); \
+	@grep -v '^#' benchmarks/peers.txt | while read -r line; do \
+		name=$$(echo "$$line" | sed 's/[=[].*//'); first=$${line%% -- *}; needs=; \
+		case "$$line" in *' -- '*) needs=$${line#* -- };; esac; \
 		$(BIN)/python -m venv .bench/peers/$$name && \
-		.bench/peers/$$name/bin/python -m pip install -qq --disable-pip-version-check "$$package" && \
-		echo "$$package is installed" || echo "$$package cannot be installed here, and is left out" >&2; \
+		pip=".bench/peers/$$name/bin/python -m pip install -qq --disable-pip-version-check" && \
+		if [ -n "$$needs" ]; then $$pip --no-deps $$first && $$pip $$needs; else $$pip "$$line"; fi </dev/null && \
+		echo "$$first is installed" || echo "$$first cannot be installed here, and is left out" >&2; \
 	done
 
 # What a session's claim costs, see benchmarks/README.md; gRPC would remark on each process that is started

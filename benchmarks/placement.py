@@ -24,6 +24,7 @@ from app.fleet.candidates import Candidates
 from app.fleet.policies import Policy, least, least_loaded, rendezvous
 from app.fleet.workers import Fleet, Target, make_worker
 from app.sessions.identity import KeyHasher
+from benchmarks import caches
 from benchmarks.children import REPO, end_on_sigterm
 from benchmarks.head_to_head import head_to_head
 from benchmarks.tables import Table, machine
@@ -302,6 +303,7 @@ def _tell_each_other(fleets: Sequence[Fleet], targets: Sequence[Sequence[Target]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.placement", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a twentieth of everything")
+    parser.add_argument("--head-to-head", action="store_true", help="that alone, of all that are there")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="head to head alone, of these")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of each, head to head (%(default)g)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the agents (%(default)s)")
@@ -309,7 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     end_on_sigterm()
     print(f"{machine()}\n", flush=True)
-    if not args.only:
+    if not args.only and not args.head_to_head:
         _without_processes(args.quick)
     seconds = args.seconds * (0.2 if args.quick else 1.0)
     chart = args.out / ("placement-quick.svg" if args.quick or args.only else "placement.svg")
@@ -318,13 +320,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = head_to_head(seconds, args.seed, chart, args.only)
     except ValueError as error:
         parser.error(str(error))
-    print(found.markdown(), flush=True)
+    for table in found:
+        print(table.markdown(), flush=True)
     return 0
 
 
 def _without_processes(quick: bool) -> None:
     part = 0.05 if quick else 1.0
     print(cost(int(1000 * part)).markdown(), flush=True)
+    print(caches.free_turns(new_fleet, int(400 * part)).markdown(), flush=True)
+    print(caches.index(int(100_000 * part)).markdown(), flush=True)
     print(evenness().markdown(), flush=True)
     print(spread(400 * part, 1 if quick else 4).markdown(), flush=True)
 

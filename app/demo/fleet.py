@@ -64,6 +64,10 @@ class Fleet:
         await self._until_answers(self.workers[worker], "/health")
         self._up.add(self.workers[worker])
 
+    def events_of(self, worker: str) -> str:
+        """Where a worker tells of its blocks: the policy is one of `TOLD`."""
+        return f"tcp://{HOST}:{self._events[worker][0]}"
+
     def is_up(self, address: Address) -> bool:
         """A worker serves, or did until a moment ago."""
         return address in self._up

@@ -32,6 +32,8 @@ _PLACE = _CIRCLE - (1 << _NUMBER)
 _TARGET = (1 << _NUMBER) - 1
 _read_points = struct.Struct(f"<{_POINTS}Q").unpack
 _read_probes = struct.Struct(f"<{_PROBES}Q").unpack
+_probe = hashlib.blake2b(digest_size=8 * _PROBES, person=b"coatcheck-probe1")
+"""Before the key; a copy costs less than a new one."""
 
 
 class Placed(Protocol):
@@ -87,11 +89,10 @@ class Lineup(Generic[T]):
         if not places:
             places += sorted(point | number for number, target in enumerate(targets) for point in target.points)
             places.append(places[0] + _CIRCLE)  # after the last comes the first
-        digest = hashlib.blake2b(key.encode(), digest_size=8 * _PROBES, person=b"coatcheck-probe1").digest()
-        probes = [word & _PLACE for word in _read_probes(digest)]
+        probe = _probe.copy()
+        probe.update(key.encode())
         # The distance stands above the number of the target.
-        found = [places[bisect_left(places, probe)] - probe for probe in probes]
-        found.sort()
+        found = sorted([places[bisect_left(places, at := word & _PLACE)] - at for word in _read_probes(probe.digest())])
         return [targets[number] for number in {place & _TARGET: None for place in found}]
 
 

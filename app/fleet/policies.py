@@ -118,13 +118,17 @@ def by_cache(candidates: Candidates[Target]) -> Target:
     prompt = candidates.prompt
     if prompt is None or candidates.trial:
         return least_loaded(candidates)
-    shares = {target: share for target, share in prompt.shares().items() if target in candidates and not target.full}
+    shares = prompt.shares()
+    if shares:
+        shares = {target: share for target, share in shares.items() if target in candidates and not target.full}
     few = candidates.few()
     usual = _usual(few) if few else None
-    ahead = _ahead(shares) if usual else None
-    if usual and ahead and not any(_above(ahead, candidates, usual)):
-        return ahead  # nobody's score is as high: no hash is needed
-    common = _common(shares, len(candidates))
+    common = 0.0
+    if shares:
+        ahead = _ahead(shares) if usual else None
+        if usual and ahead and not any(_above(ahead, candidates, usual)):
+            return ahead  # nobody's score is as high: no hash is needed
+        common = _common(shares, len(candidates))
     name = prompt.name(common)
     if not name:
         return least_loaded(candidates)
@@ -132,6 +136,8 @@ def by_cache(candidates: Candidates[Target]) -> Target:
     compared = few or walk
     usual = usual or _usual(compared)
     other = _first_with_room(walk, compared, *usual)
+    if not shares:
+        return other
     best, most = other, shares.get(other, 0.0) - _CACHED_FOR_LOAD * sum(_above(other, candidates, usual))
     for target, share in shares.items():
         turns, settled = _above(target, candidates, usual)

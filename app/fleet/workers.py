@@ -159,13 +159,11 @@ class Worker:
 class Cache:
     """What a target has in its KV cache: another one after each time that it has lost it."""
 
-    __slots__ = ("alone", "target")
+    __slots__ = ("target",)
 
     def __init__(self, target: Target) -> None:
         self.target: Target | None = target
         """None: it has lost it, or is gone."""
-        self.alone = (self,)
-        """For blocks that nobody else has."""
 
 
 class Target:

@@ -335,9 +335,40 @@ def test_a_shelf_is_swept_in_pieces(index: Index) -> None:
     assert len(index) == 0
 
 
+def test_the_garbage_collector_does_not_look_through_the_index(index: Index) -> None:
+    """Of half a million blocks that would stop the loop for 80 ms."""
+    engines = [Engine(index) for _ in range(3)]
+    for each in engines:
+        each.tell(each.stored(ONE))
+    assert len(index) == 5
+    assert not any(map(gc.is_tracked, index._each))
+
+
+def test_a_bit_is_another_shelfs_only_when_no_block_has_it(index: Index) -> None:
+    engine, other = Engine(index), Engine(index)
+    other.tell(other.stored(ONE))
+    for _ in range(5):
+        engine.tell(engine.stored(ONE))
+        dead = engine.holdings.forget()
+        assert engine.overlap(ONE) == 0
+        engine.tell(engine.stored(ONE[:SIZE]))  # before it is swept
+        assert (engine.overlap(ONE), other.overlap(ONE)) == (SIZE, len(ONE))
+        dead += engine.holdings.forget()
+        engine.sweep(dead)
+        assert (engine.overlap(ONE), other.overlap(ONE)) == (0, len(ONE))
+    assert len(index._shelves) <= 3
+
+
 def test_a_long_batch_is_applied_in_pieces(engine: Engine) -> None:
-    batch = read(msgspec.msgpack.encode([1.0, [engine.stored(list(range(4000)))], 0]))
-    assert sum(1 for _ in engine.holdings.apply(batch, [])) > 1000 / 64
+    """Of 64 blocks, be they in one event or each in one of its own."""
+    stored = engine.stored(list(range(4000)))
+    batch = read(msgspec.msgpack.encode([1.0, [stored], 0]))
+    assert sum(1 for _ in engine.holdings.apply(batch, [])) == 15
+    gone = [{"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"} for name in stored["block_hashes"]]
+    pieces = engine.holdings.apply(read(msgspec.msgpack.encode([1.0, gone, 0])), [])
+    left = [len(engine.index) for _ in pieces]
+    assert left == list(range(1000 - 64, 0, -64))
+    assert len(engine.index) == 0
 
 
 @pytest.mark.parametrize("run", recorded().runs, ids=lambda run: run.name)

@@ -95,10 +95,10 @@ class Placing:
 # --- prompts as chains -----------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_small_at_first_and_an_eighth_of_what_is_before_them_at_most() -> None:
+def test_blocks_are_small_at_first_and_a_quarter_of_what_is_before_them_at_most() -> None:
     assert ENDS[:3] == (LEAST, 2 * LEAST, 3 * LEAST)
-    assert all(end - begin <= max(LEAST, begin / 8) for begin, end in itertools.pairwise((0, *ENDS)))
-    assert full_blocks(40_000) < 60
+    assert all(end - begin <= max(LEAST, begin / 4) for begin, end in itertools.pairwise((0, *ENDS)))
+    assert full_blocks(40_000) < 30
 
 
 def test_chains_are_equal_as_far_as_texts_are() -> None:
@@ -196,7 +196,7 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
         placing.prompt(chat(words(f"other {number}", 5000))).placed(placing.at(1))
         placing.prompt(used).placed(placing.at(0))
         assert len(placing.prefixes) <= 4000 + 20
-    assert placing.known(placing.at(0), used) > 0.9
+    assert placing.known(placing.at(0), used) > 0.75
     assert placing.known(placing.at(0), left) == 0
 
 
@@ -231,6 +231,30 @@ def test_a_target_that_is_gone_is_not_known_and_not_kept() -> None:
     assert [each for each in gc.get_referrers(gone) if isinstance(each, Cache)] == [gone.cache]
 
 
+def test_the_bits_of_lost_caches_are_used_again_when_no_block_has_them() -> None:
+    """Workers come and go for ever; what was known of one is never another one's."""
+    placing = Placing(memory=800 * BYTES_A_BLOCK)
+    for number in range(60):
+        kept, lost = chat(words(f"kept {number}", 4000)), chat(words(f"lost {number}", 4000))
+        placing.prompt(kept).placed(placing.at(1))
+        placing.prompt(lost).placed(placing.at(0))
+        placing.prompt(kept).placed(placing.at(0))
+        assert placing.prompt(kept).shares().keys() == {placing.at(0), placing.at(1)}
+        placing.at(0).forget()
+        assert placing.prompt(kept).shares().keys() == {placing.at(1)}
+        assert not placing.prompt(lost).shares()
+        for other in range(4):
+            placing.prompt(chat(words(f"other {number} {other}", 4000))).placed(placing.at(2))
+    assert len(placing.prefixes._caches) < 20
+
+
+def test_the_garbage_collector_does_not_look_through_what_is_known() -> None:
+    placing = Placing()
+    for number in range(50):
+        placing.prompt(chat(words(f"{number % 20}", 4000))).placed(placing.at(number % 3))
+    assert not any(map(gc.is_tracked, placing.prefixes._generations))
+
+
 def test_a_worker_that_comes_back_cold_is_another_one() -> None:
     """With another incarnation, or after it was down."""
     placing = Placing()
@@ -256,13 +280,13 @@ def test_who_reports_far_less_than_was_foreseen_has_lost_its_cache() -> None:
     served(placing, one, 1000, 0)
     served(placing, other, 1000, 0)
     served(placing, one, 1000, 900)
-    assert placing.known(placing.at(0), other) > 0.9
+    assert placing.known(placing.at(0), other) > 0.75
     served(placing, one, 1000, 16)
     assert placing.known(placing.at(0), other) == 0
-    assert placing.known(placing.at(0), one) > 0.9  # it has just computed that
+    assert placing.known(placing.at(0), one) > 0.75  # it has just computed that
     assert placing.metrics.foresights_wrong.cells[()] == 1
     assert placing.metrics.found_tokens.cells[()] == 916
-    assert placing.metrics.foreseen_tokens.cells[()] == pytest.approx(1900, abs=100)
+    assert placing.metrics.foreseen_tokens.cells[()] == pytest.approx(1762, abs=100)
 
 
 def test_who_never_tells_of_cached_tokens_may_have_some() -> None:
@@ -270,7 +294,7 @@ def test_who_never_tells_of_cached_tokens_may_have_some() -> None:
     fields = chat(words("one", 4000))
     for _ in range(3):
         served(placing, fields, 1000, 0)
-    assert placing.known(placing.at(0), fields) > 0.9
+    assert placing.known(placing.at(0), fields) > 0.75
     assert placing.metrics.foresights_wrong.cells[()] == 0
 
 

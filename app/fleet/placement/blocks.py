@@ -3,31 +3,32 @@ there.
 
 What is hashed is the prompt as the client has written it, in the order in which engines render it: tools, system
 prompt, messages. So prompts that are spelled otherwise (other blanks in their JSON, other escapes) share nothing; those
-of one application are spelled alike. Blocks have 256 bytes at first, and then an eighth of what is before them at most:
-that is exact enough for a share of the prompt, and a long prompt has few of them.
+of one application are spelled alike. Blocks have 256 bytes at first, and then a quarter of what is before them at most:
+that is exact enough for a share of the prompt, and each block costs time, however long it is.
 
-Hashes are Python's own of bytes (SipHash, keyed anew in each process): nobody outside can make two prompts collide, and
-nothing in the standard library is faster. What replicas must agree on (`name`) is hashed in a way that they do.
+Hashes are XXH3, whose seed is the hash before, and at first one that each process has for itself: nobody outside can
+know which prompts collide. Python's own of bytes would cost 0.3 µs a kB, this one costs a tenth of that. What replicas
+must agree on (`name`) is hashed in a way that they do.
 """
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol
 
 import msgspec
+from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 LEAST = 256
 """Bytes of the first blocks."""
-_OCTAVE = 8
+_OCTAVE = 4
 """Blocks of one size, before they are twice as large."""
 _OCTAVES = 16
 _SIZES = [LEAST << octave for octave in range(_OCTAVES) for _ in range(_OCTAVE * (1 + (octave == 0)))]
 ENDS = tuple(accumulate(_SIZES))
-"""Where blocks end, in bytes from the beginning. What is beyond the last, at 256 MiB, counts for nothing."""
+"""Where blocks end, in bytes from the beginning. What is beyond the last, at 64 MiB, counts for nothing."""
 _SPANS = tuple(slice(*span) for span in pairwise((0, *ENDS)))
 _NAMED = 4 * LEAST
 """Bytes by which what follows is named."""
@@ -64,13 +65,14 @@ class Text:
     def __init__(self, seed: str, parts: Sequence[Piece]) -> None:
         """`seed`: whatever else must be equal for two prompts to share what is cached. `parts`: in their order."""
         self._seed, self._parts = seed, parts
-        self._text: bytes | None = None
+        self._text: memoryview | None = None
         self._hashes: list[int] | None = None
 
     @property
-    def text(self) -> bytes:
+    def text(self) -> memoryview:
         if self._text is None:
-            self._text = b"".join(map(bytes, self._parts))
+            parts = self._parts
+            self._text = memoryview(parts[0] if len(parts) == 1 else b"".join(map(memoryview, parts)))
         return self._text
 
     @property
@@ -80,16 +82,15 @@ class Text:
     @property
     def hashes(self) -> Sequence[int]:
         if self._hashes is None:
-            text, before = self.text, hash(self._seed)
+            text, before = self.text, hash(self._seed) & _BITS
             blocks = map(text.__getitem__, _SPANS[: full_blocks(len(text))])
-            self._hashes = [before := hash((before, block)) & _BITS for block in blocks]
+            self._hashes = [before := xxh3_64_intdigest(block, before) & _BITS for block in blocks]
         return self._hashes
 
     def name(self, blocks: int) -> str:
         begin = ENDS[blocks - 1] if blocks else 0
-        digest = hashlib.blake2b(self.text[begin : begin + _NAMED], digest_size=8, person=b"coatcheck-begin1")
-        digest.update(self._seed.encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        seed = xxh3_64_intdigest(self._seed.encode("utf-8", "surrogatepass"))
+        return xxh3_64_hexdigest(self.text[begin : begin + _NAMED], seed)
 
 
 def full_blocks(size: int) -> int:

@@ -68,6 +68,8 @@ class Holdings:
         self.shelves: dict[int, Shelf] = {}
         self.opaque = 0
         """Blocks that were passed over, since they are not told in full."""
+        self._since = 0
+        """Blocks and events since a pause."""
 
     def forget(self) -> list[Shelf]:
         """Nothing is known any more. Returns the shelves that the index is to be swept of."""
@@ -78,26 +80,51 @@ class Holdings:
         return dead
 
     def apply(self, batch: Batch, dead: list[Shelf]) -> Iterator[None]:
-        """In pieces. Raises ValueError where it is not understood: then `forget`. `dead` gets shelves that are."""
-        for said in batch.events:
+        """In pieces of `_A_PIECE` blocks, or events that tell of none; two such pieces at most. Raises ValueError where
+        it is not understood: then `forget`. `dead` gets shelves that are."""
+        self._since, gone, events = 0, [], batch.events
+        last = len(events) - 1
+        for number, said in enumerate(events):
             kind, event = _event(said)
+            elsewhere = kind in ("BlockStored", "BlockRemoved") and _is_elsewhere(event.get("medium"))
+            is_gone = kind == "BlockRemoved" and not elsewhere
+            if is_gone:
+                gone.append(event)  # engines tell of each block by itself, and of many in a row
+            if gone and (not is_gone or number == last or len(gone) >= _A_PIECE):
+                yield from self._removed(gone)
+                gone = []
+            if is_gone:
+                continue
             if kind == "AllBlocksCleared":
                 dead += self.forget()
-            elif kind not in ("BlockStored", "BlockRemoved"):
+            elif kind != "BlockStored" and not elsewhere:
                 raise ValueError(f"the event {kind[:40]!r} is not known")
-            elif _is_elsewhere(event.get("medium")):
-                continue
-            else:
-                yield from self._stored(event) if kind == "BlockStored" else self._removed(event)
-            yield
+            elif not elsewhere:
+                yield from self._stored(event)
+            if self._done(1):
+                yield
 
-    def _removed(self, event: Event) -> Iterator[None]:
-        shelf = self.shelves.get(_group(event))
-        if shelf is None:
-            return
-        for piece in _pieces(_names(event)):
-            self._index.take(shelf, piece)
-            yield
+    def _done(self, blocks: int) -> bool:
+        """So many more; whether that is a piece."""
+        self._since += blocks
+        if self._since < _A_PIECE:
+            return False
+        self._since = 0
+        return True
+
+    def _removed(self, events: list[Event]) -> Iterator[None]:
+        by_group: dict[int, list[bytes]] = {}
+        for event in events:
+            names = _names(event)
+            by_group.setdefault(_group(event), []).append(names)
+        for group, several in by_group.items():
+            shelf = self.shelves.get(group)
+            if shelf is None:
+                continue
+            for piece in _pieces(several[0] if len(several) == 1 else b"".join(several)):
+                self._index.take(shelf, piece)
+                if self._done(len(piece) // NAME):
+                    yield
 
     def _stored(self, event: Event) -> Iterator[None]:
         names, size, group = _names(event), event.get("block_size"), _group(event)
@@ -130,7 +157,8 @@ class Holdings:
                 blocks = links(last, token_bytes(tokens[begin : begin + _A_PIECE * size]), size)
                 self._index.put(shelf, piece, blocks)
                 last = blocks[-1]
-                yield
+                if self._done(len(blocks)):
+                    yield
             return
         for number in range(count):
             salt = _salt(keys[number], adapter)
@@ -141,7 +169,7 @@ class Holdings:
                 before = root(size, adapter or "", salt)
             (before,) = links(before, token_bytes(tokens[number * size : (number + 1) * size]), size)
             self._index.put(shelf, names[number * NAME : (number + 1) * NAME], [before])
-            if number % _A_PIECE == _A_PIECE - 1:
+            if self._done(1):
                 yield
 
     def _passed_over(self, shelf: Shelf, names: bytes) -> Iterator[None]:
@@ -149,12 +177,13 @@ class Holdings:
         self.opaque += len(names) // NAME
         for piece in _pieces(names):
             self._index.take(shelf, piece)
-            yield
+            if self._done(len(piece) // NAME):
+                yield
 
 
 def _is_elsewhere(medium: Any) -> bool:
     """Not in the memory from which the engine computes."""
-    return medium is not None and str(medium).upper() != "GPU"
+    return medium not in (None, "GPU") and str(medium).upper() != "GPU"
 
 
 def _group(event: Event) -> int:

@@ -6,7 +6,9 @@ block. The index says which shelves hold a block.
 
 **Memory**, in bytes of a block on a shelf: about 45 (between 31 and 63) and 32 for its place in the index and its hash,
 which other shelves share, and 20 for its two hashes on the shelf. The index is in tables of different sizes, so that
-they do not all grow at once: that would take twice the memory, and stop the loop for as long as it takes.
+they do not all grow at once: that would take twice the memory, and stop the loop for as long as it takes. Who holds a
+block is said by a number with a bit for each shelf, and not by a set of them: what has nothing but numbers in it is
+none of the garbage collector's business, which else stops the loop for 80 ms to look through half a million blocks.
 
 **Time.** Many blocks come and go at once, and are handled so: calls are the most of what a block costs. So `put` and
 `take` find a name by themselves, and ask `_place` only where it may stand across two records: asked each time, it would
@@ -33,7 +35,6 @@ _each_name = struct.Struct(f"{NAME}s").iter_unpack
 _record = struct.Struct(f"={NAME}sQ").pack
 _ours = struct.Struct("=Q").unpack_from
 _low = struct.Struct("=H").unpack_from
-_MOST_SETS = 20_000
 _A_PIECE = 256
 """Blocks after which whoever sweeps may pause."""
 _CHAINED = 64
@@ -74,12 +75,13 @@ def chained(before: int, tokens: bytes, block_size: int) -> Iterator[int]:
 class Shelf:
     """The blocks of one target, in one group of its cache, by what its worker calls them: names of eight bytes."""
 
-    __slots__ = ("alone", "block_size", "buckets", "dead")
+    __slots__ = ("block_size", "buckets", "dead", "mask")
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         """Tokens of a block."""
-        self.alone: tuple[Shelf, ...] = (self,)
+        self.mask = 0
+        """Its bit in the index; 0: it is not there."""
         self.dead = False
         """What was on it is not known any more."""
         self.buckets = [bytearray() for _ in range(_BUCKETS + 1)]
@@ -122,15 +124,15 @@ class Index:
     """Which shelves hold a block."""
 
     def __init__(self) -> None:
-        tables: list[dict[int, tuple[Shelf, ...]]] = [{} for _ in range(_TABLES)]
+        tables: list[dict[int, int]] = [{} for _ in range(_TABLES)]
         # Each is larger than the one before it, the last twice as large as the first.
         sizes = [2 ** (number / _TABLES) for number in range(_TABLES)]
         ends = [sum(sizes[: number + 1]) / sum(sizes) * (_ROUTES + 1) for number in range(_TABLES)]
         routes = range(_ROUTES + 1)
         self._tables = [next(t for t, end in zip(tables, ends, strict=True) if route < end) for route in routes]
         self._each = tables
-        self._sets: dict[tuple[Shelf, ...], tuple[Shelf, ...]] = {}
-        """Blocks that the same shelves hold have these in one tuple."""
+        self._shelves: list[Shelf | None] = []
+        """By the number of their bit; None: it is free."""
 
     def __len__(self) -> int:
         """Blocks."""
@@ -138,14 +140,12 @@ class Index:
 
     def put(self, shelf: Shelf, names: bytes, blocks: list[int]) -> None:
         """They are on a shelf, each by its name. What was there under the same names is no more."""
-        buckets, tables, alone = shelf.buckets, self._tables, shelf.alone
+        buckets, tables, alone = shelf.buckets, self._tables, shelf.mask or self._enlist(shelf)
         before = after = alone
         for (low, name), block in zip(_each(names), blocks):  # noqa: B905 (strict costs more than the call)
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
-            if at >= 0:
-                at = _place(bucket, name, at)
-            if at < 0:
+            if at < 0 or (at := _place(bucket, name, at)) < 0:
                 bucket += _record(name, block)
             else:
                 (other,) = _ours(bucket, at + NAME)
@@ -157,26 +157,29 @@ class Index:
             if holders is not alone:
                 if holders is not before:
                     # Blocks that follow each other mostly have the same holders.
-                    before, after = holders, self._with(holders, shelf)
+                    before, after = holders, holders | alone
                 table[block] = after
 
     def take(self, shelf: Shelf, names: bytes) -> None:
         """They are not on the shelf any more."""
-        buckets, blocks = shelf.buckets, []
+        buckets, tables, alone = shelf.buckets, self._tables, shelf.mask
         for low, name in _each(names):
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
             if at % _RECORD:
                 at = _place(bucket, name, at)
             if at >= 0:
-                blocks.append(_ours(bucket, at + NAME)[0])
+                (block,) = _ours(bucket, at + NAME)
                 del bucket[at : at + _RECORD]
-        self._take(shelf, blocks)
+                table = tables[block & _ROUTES]
+                if table.get(block) is alone:
+                    del table[block]
+                else:
+                    self._take(shelf, (block,))
 
     def _take(self, shelf: Shelf, blocks: Iterable[int]) -> None:
-        tables, alone = self._tables, shelf.alone
-        before: tuple[Shelf, ...] = ()
-        after: tuple[Shelf, ...] = ()
+        tables, alone = self._tables, shelf.mask
+        before = after = 0
         for block in blocks:
             table = tables[block & _ROUTES]
             holders = table.get(block)
@@ -184,51 +187,52 @@ class Index:
                 del table[block]
             elif holders is not None:
                 if holders is not before:
-                    before, after = holders, self._without(holders, shelf)
+                    before, after = holders, holders & ~alone
                 if after:
                     table[block] = after
                 else:
                     del table[block]
 
-    def _with(self, holders: tuple[Shelf, ...], shelf: Shelf) -> tuple[Shelf, ...]:
-        if shelf in holders:
-            return holders
-        return self._shared((*(each for each in holders if not each.dead), shelf))
+    def _enlist(self, shelf: Shelf) -> int:
+        """It gets a bit, until it is swept."""
+        if None in self._shelves:
+            number = self._shelves.index(None)
+            self._shelves[number] = shelf
+        else:
+            number = len(self._shelves)
+            self._shelves.append(shelf)
+        shelf.mask = 1 << number
+        return shelf.mask
 
-    def _without(self, holders: tuple[Shelf, ...], shelf: Shelf) -> tuple[Shelf, ...]:
-        if shelf not in holders:
-            return holders
-        return self._shared(tuple(each for each in holders if each is not shelf and not each.dead))
-
-    def _shared(self, holders: tuple[Shelf, ...]) -> tuple[Shelf, ...]:
-        if len(holders) < 2:
-            return holders[0].alone if holders else ()
-        if len(self._sets) >= _MOST_SETS:
-            self._sets.clear()
-        return self._sets.setdefault(holders, holders)
+    def _held_by(self, holders: int) -> Iterator[Shelf]:
+        """Those of them that are not dead."""
+        while holders:
+            shelf = self._shelves[holders.bit_length() - 1]
+            if shelf is not None:
+                holders ^= shelf.mask
+                if not shelf.dead:
+                    yield shelf
 
     def find(self, chain: Iterable[int]) -> dict[Shelf, int]:
         """How many of a chain's first blocks each shelf holds, of those that hold any. No more of it is asked for than
         somebody may have."""
         tables = self._tables
         found: dict[Shelf, int] = {}
-        before: tuple[Shelf, ...] = ()
-        left: set[Shelf] = set()
+        before = left = 0
         number = -1
         for number, block in enumerate(chain):
-            holders = tables[block & _ROUTES].get(block)
+            holders = tables[block & _ROUTES].get(block, 0)
             if holders is before:
                 continue
             if not number:
-                left = {each for each in holders or () if not each.dead}
-            else:
-                ended = left.difference(holders or ())
-                found.update(dict.fromkeys(ended, number))
-                left -= ended
+                left = holders
+            elif ended := left & ~holders:
+                found.update(dict.fromkeys(self._held_by(ended), number))
+                left &= holders
             if not left:
                 return found
-            before = holders or ()
-        return found | dict.fromkeys(left, number + 1)
+            before = holders
+        return found | dict.fromkeys(self._held_by(left), number + 1)
 
     def sweep(self, shelf: Shelf) -> Iterator[None]:
         """Forget a shelf that is dead, in pieces."""
@@ -241,4 +245,6 @@ class Index:
                 yield
         self._take(shelf, blocks)
         shelf.buckets = []
-        self._sets.clear()  # its tuples keep shelves that are dead
+        if shelf.mask:
+            self._shelves[shelf.mask.bit_length() - 1] = None
+            shelf.mask = 0

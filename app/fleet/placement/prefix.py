@@ -2,11 +2,13 @@
 
 One table, from a block's hash to the caches that had it. It learns from turns that were free to choose where they go,
 and is corrected by what answers tell of cached tokens. What is bounded is its memory: blocks stand in *generations*;
-one that is used moves to the youngest, and when that is full the oldest is dropped as a whole.
+one that is used moves to the youngest, and when that is full the oldest is dropped as a whole. Which caches had a block
+is said by a number with a bit for each, as in `index`: so the garbage collector need not look through the table.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 
@@ -30,7 +32,17 @@ class Prefixes:
         self._metrics = metrics
         self._most = max(1, memory // BYTES_A_BLOCK // _GENERATIONS)
         """Blocks of a generation."""
-        self._generations: list[dict[int, tuple[Cache, ...]]] = [{}]
+        self._caches: list[Cache | None] = []
+        """By the number of their bit; None: it is free."""
+        self._bits: dict[Cache, int] = {}
+        """Of those that were not lost when that was looked at."""
+        self._lasting = 0
+        """All of these bits."""
+        self._begun = 0
+        """Generations, so far."""
+        self._leaving: deque[tuple[int, int]] = deque()
+        """With which generation no block has a bit any more whose cache is lost, and the bit's number."""
+        self._generations: list[dict[int, int]] = [{}]
         """The youngest first. A block is in one of them, and what is before it in a prompt is in the same one or in a
         younger: it was used whenever that was. So whoever has a block has what is before it."""
 
@@ -51,53 +63,78 @@ class Prefixes:
 
     def find(self, hashes: Sequence[int]) -> dict[Target, int]:
         """How many of a prompt's blocks each target had, of those that had any."""
-        known: list[tuple[Cache, ...]] = []
+        known: list[int] = []
         for generation in self._generations:
             if len(known) < len(hashes) and hashes[len(known)] in generation:
                 known += takewhile(bool, map(generation.get, hashes[len(known) :]))  # type: ignore[arg-type]
         found: dict[Target, int] = {}
-        end = len(known)
+        end, seen = len(known), 0
         while end:
             holders = known[end - 1]
-            for cache in holders:
-                if cache.target is not None:
-                    found.setdefault(cache.target, end)
+            new = holders & ~seen
+            seen |= holders
+            while new:
+                number = new.bit_length() - 1
+                new ^= 1 << number
+                cache = self._caches[number]
+                if cache is not None and cache.target is not None:
+                    found[cache.target] = end
             # Those between two blocks that the same have: they have them too.
             end = known.index(holders)
         return found
 
-    def note(self, hashes: Sequence[int], target: Target) -> None:
-        """A prompt goes to the target, which has all of its blocks from then on."""
-        cache = target.cache
+    def note(self, hashes: Sequence[int], target: Target, known: int = 0) -> None:
+        """A prompt goes to the target, which has all of its blocks from then on, and had so many of them before."""
+        if not hashes:
+            return
+        alone = self._bits.get(target.cache) or self._enlist(target.cache)
         youngest = self._generations[0]
-        if not hashes or cache in youngest.get(hashes[-1], ()):
+        if youngest.get(hashes[-1], 0) & alone:
             return  # and so are all before it
+        at = known if known and youngest.get(hashes[known - 1], 0) & alone else 0
         if len(youngest) >= self._most:
-            youngest = {}
+            youngest, at = {}, 0
             self._generations.insert(0, youngest)
             del self._generations[_GENERATIONS:]
-        before: tuple[Cache, ...] = ()
-        after: tuple[Cache, ...] = cache.alone
-        at = 0
+            self._begun += 1
+            self._leave_lost()
+        before, after, lasting = 0, alone, self._lasting
         for generation in self._generations:
             begin = at
             while at < len(hashes) and (holders := generation.get(hashes[at])) is not None:
                 if holders is not before:
-                    # Blocks that are used together have their holders in one tuple.
-                    before, after = holders, _with(holders, cache)
+                    # Blocks that are used together have their holders in one number.
+                    before, after = holders, (holders & lasting) | alone
+                    if after == alone:
+                        after = alone  # one object for all
                 youngest[hashes[at]] = after
                 at += 1
             if generation is not youngest:
                 for block in hashes[begin:at]:
                     generation.pop(block, None)
-        youngest.update(dict.fromkeys(hashes[at:], cache.alone))
+        youngest.update(dict.fromkeys(hashes[at:], alone))
 
+    def _enlist(self, cache: Cache) -> int:
+        """It gets a bit, until no block can have it any more."""
+        self._leave_lost()
+        if None in self._caches:
+            number = self._caches.index(None)
+            self._caches[number] = cache
+        else:
+            number = len(self._caches)
+            self._caches.append(cache)
+        self._bits[cache] = bit = 1 << number
+        self._lasting |= bit
+        return bit
 
-def _with(holders: tuple[Cache, ...], cache: Cache) -> tuple[Cache, ...]:
-    lasting = [each for each in holders if each.target is not None]
-    if cache in lasting:
-        return holders if len(lasting) == len(holders) else tuple(lasting)
-    return (*lasting, cache) if lasting else cache.alone
+    def _leave_lost(self) -> None:
+        """From now on no block gets the bits of caches that are lost. Others get these when no block has them."""
+        for cache in [each for each in self._bits if each.target is None]:
+            bit = self._bits.pop(cache)
+            self._lasting ^= bit
+            self._leaving.append((self._begun + _GENERATIONS, bit.bit_length() - 1))
+        while self._leaving and self._leaving[0][0] <= self._begun:
+            self._caches[self._leaving.popleft()[1]] = None
 
 
 class Prompt:
@@ -129,7 +166,9 @@ class Prompt:
 
     def name(self, beyond: float) -> str:
         text = self._text
-        return text.name(full_blocks(round(beyond * text.size))) if text.hashes else ""
+        if not text.hashes:
+            return ""
+        return text.name(full_blocks(round(beyond * text.size)) if beyond else 0)
 
     async def read(self) -> None:
         pass
@@ -141,7 +180,7 @@ class Prompt:
             known = found.get(target, 0)
             self._foreseen = ENDS[known - 1] / self._text.size if known else 0.0
             self._where = target
-            self._table.note(hashes, target)
+            self._table.note(hashes, target, known)
 
     def settle(self, target: Target, usage: tuple[int, int] | None) -> None:
         if usage is None or target is not self._where:

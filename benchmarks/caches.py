@@ -1,0 +1,168 @@
+"""What it costs to know the workers' caches: a turn that is free to choose under `prefix`, and the index of KV events.
+Part of `make bench-placement`."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import random
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+
+from app.fleet.placement.events import Batch, Holdings
+from app.fleet.placement.index import Index
+from app.fleet.placement.prefix import Prefixes
+from app.fleet.policies import by_cache, least_loaded
+from app.fleet.workers import Fleet
+from app.metrics import Metrics
+from app.turn.fields import FieldReader
+from benchmarks.tables import Table
+
+_PATH = b"/v1/chat/completions"
+_PER_BATCH = 20
+_SIZE = 16
+_NEAR, _FAR = 2, (10, 40)
+"""Kilobytes."""
+
+
+def free_turns(new_fleet: Callable[[int], Fleet], windows: int) -> Table:
+    """Of this thread's CPU, the least of many windows. From the body's fields to where it goes."""
+    rows = []
+    for title, made in (("known", _known), ("known up to its end", _known_but_end), ("unknown", _unknown)):
+        more = {size: _more(new_fleet(8), made(size, random.Random(1)), windows) for size in (_NEAR, *_FAR)}
+        rows.append(
+            [
+                title,
+                f"{more[_NEAR]:.1f} µs",
+                *(f"{more[size]:.1f} µs ({(more[size] - more[_NEAR]) / (size - _NEAR):.2f} a kB)" for size in _FAR),
+            ]
+        )
+    columns = ("a prompt that is", f"{_NEAR} kB", *(f"{size} kB (beyond {_NEAR} kB)" for size in _FAR))
+    note = (
+        "More than under `least-loaded`: turns without a session, eight targets, thread CPU time, the least of windows."
+    )
+    return Table("What a free turn costs more under `prefix`", columns, rows, note)
+
+
+def _more(fleet: Fleet, bodies: Iterator[list[bytes]], windows: int) -> float:
+    prefixes = Prefixes(Metrics(), memory=64 << 20)
+    plain, telling = FieldReader().decode, FieldReader(prompts="yes").decode
+    least, most = math.inf, math.inf
+    for _ in range(windows):
+        batch = next(bodies)
+        start = time.thread_time()
+        for body in batch:
+            plain(body)
+            target = least_loaded(fleet.candidates())
+            fleet.note_placed(target)
+            target.worker.health.good += 1
+        middle = time.thread_time()
+        for body in batch:
+            prompt = prefixes.prompt(_PATH, "m", telling(body).said)
+            assert prompt is not None
+            target = by_cache(fleet.candidates(prompt=prompt))
+            fleet.note_placed(target)
+            prompt.placed(target)
+            target.worker.health.good += 1
+        least, most = min(least, middle - start), min(most, time.thread_time() - middle)
+    return 1e6 * (most - least) / _PER_BATCH
+
+
+def _body(system: str, user: str) -> bytes:
+    return json.dumps({"messages": [{"role": "system", "content": system}, {"role": "user", "content": user}]}).encode()
+
+
+def _text(rng: random.Random, size: int) -> str:
+    return rng.randbytes(size // 2).hex()
+
+
+def _known(size: int, rng: random.Random) -> Iterator[list[bytes]]:
+    bodies = [_body(_text(rng, 1024 * size - 300), _text(rng, 200))] * _PER_BATCH
+    while True:
+        yield bodies
+
+
+def _known_but_end(size: int, rng: random.Random) -> Iterator[list[bytes]]:
+    system = _text(rng, 1024 * size - 300)
+    while True:
+        yield [_body(system, _text(rng, 200)) for _ in range(_PER_BATCH)]
+
+
+def _unknown(size: int, rng: random.Random) -> Iterator[list[bytes]]:
+    while True:
+        yield [_body(_text(rng, 1024 * size - 300), _text(rng, 200)) for _ in range(_PER_BATCH)]
+
+
+def index(blocks: int) -> Table:
+    """Of KV events: CPU and memory of a block at the one worker that has it, and what the garbage collector takes."""
+    rows = []
+    for each in (1, 50):
+        rng = random.Random(1)
+        names = [[rng.getrandbits(64) for _ in range(each)] for _ in range(blocks // each)]
+        stored = Batch(0, [_stored(some, rng) for some in names])
+        removed = Batch(0, [{"type": "BlockRemoved", "block_hashes": some, "medium": "GPU"} for some in names])
+        best = [math.inf] * 4
+        for _ in range(5):
+            best = [min(pair) for pair in zip(best, _once(stored, removed, blocks), strict=True)]
+        rows.append(
+            [
+                str(each),
+                *(f"{1e6 * seconds / blocks:.2f} µs" for seconds in best[:2]),
+                f"{best[2]:.0f}",
+                f"{best[3]:.2f} ms",
+            ]
+        )
+    return Table(
+        "What KV events cost",
+        (
+            "blocks of an event",
+            "a block stored",
+            "removed",
+            "bytes of a block",
+            "garbage collection, all of them there",
+        ),
+        rows,
+        f"{blocks:,} blocks of {_SIZE} tokens, from what the event says to the index.",
+    )
+
+
+def _stored(names: Sequence[int], rng: random.Random) -> dict[str, object]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": None,
+        "token_ids": [rng.randrange(100_000) for _ in range(_SIZE * len(names))],
+        "block_size": _SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [None] * len(names),
+        "group_idx": 0,
+    }
+
+
+def _once(stored: Batch, removed: Batch, blocks: int) -> tuple[float, float, float, float]:
+    def apply(batch: Batch, holdings: Holdings) -> float:
+        start = time.thread_time()
+        for _ in holdings.apply(batch, []):
+            pass
+        return time.thread_time() - start
+
+    holdings = Holdings(Index())
+    stores = apply(stored, holdings)
+    gc.collect()
+    gc.freeze()  # as a router does when it has started
+    other = Holdings(Index())
+    tracemalloc.start()
+    try:
+        apply(stored, other)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    start = time.thread_time()
+    gc.collect()
+    collects = time.thread_time() - start
+    gc.unfreeze()
+    return stores, apply(removed, holdings), taken / blocks, collects

@@ -19,7 +19,7 @@ not reached, is up again by probes alone, which takes no traffic.
 
 What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: a failure
 there is load here as well; when it is suspected there, a turn that fails here soon is enough; while both suspect
-it, a trial there puts off the next one here, once.
+it, a trial there puts off the next one here (`trials`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from app.fleet.trials import Trials
+
 _WINDOW = 10.0
 _WINDOW_TURNS = 20
 _TIMES_IN_A_ROW = 2
@@ -39,11 +41,6 @@ _MOMENT = 1.0
 """Seconds: failures closer together than that are of one event."""
 _TRIAL_WAIT = 5.0
 """Seconds until a worker that is suspected by its turns is given one to try; `down_after`, where that is less."""
-_TRIAL_WAITS = (1, 2, 4, 6)
-"""So many times that, by how many it has failed."""
-_RELAPSE = 60.0
-"""Seconds: who is suspected again within them must serve twice as many trial turns well."""
-_MOST_TRIALS = 16
 _NAMELESS = 30.0
 """Seconds without an address after which a worker counts as unreachable: the name server has had its time."""
 _FAILURE_LOAD = 4.0
@@ -166,7 +163,7 @@ class Health:
         if joins and not tolerance.probed:
             self.burden.rise(now)
         self._failures = _Failures(tolerance.failures, now)
-        self._trials = _Trials(min(_TRIAL_WAIT, tolerance.down_after), now)
+        self._trials = Trials(min(_TRIAL_WAIT, tolerance.down_after), now)
         self._good_at = now
         """The last good sign, of the kind of what went wrong."""
         self._good_probes = self._bad_probes = self._not_yet = self._missed = 0
@@ -220,7 +217,10 @@ class Health:
         """Another replica says this of it."""
         now = self.clock()
         if self.cause is Cause.TURNS:
-            self._trials.heard(word, now)
+            if word is Word.TRIED:
+                self._trials.others_begun(now)
+            elif word is Word.WELL:
+                self._trials.others_served(now)
         elif self.state is State.UP:
             if word is Word.WELL:
                 self._failures.reassure()
@@ -353,9 +353,9 @@ class Health:
         """Turns that it failed in a row, without a good one since; the longer ago, the fewer."""
         return min(self._failures.row(self.good), self.burden.penalty(now) / _FAILURE_LOAD)
 
-    def trial_due(self, now: float) -> bool:
-        """It is suspected for its turns, and may be given one to see."""
-        return self.cause is Cause.TURNS and now >= self._trials.at and self._probes_agree
+    def trial_due(self, now: float, *, cheap: bool) -> bool:
+        """It is suspected for its turns, and may be given one to see. `cheap`: others are given many beside it."""
+        return self.cause is Cause.TURNS and self._trials.due(now, cheap=cheap) and self._probes_agree
 
     @property
     def on_trial(self) -> bool:
@@ -385,7 +385,7 @@ class Health:
         self._cold = False
         self._failures.forget(now)
         if self.cause is Cause.TURNS:
-            self._trials.rose_at = now
+            self._trials.rose(now)
         self._enter(State.UP, why, None)
 
     def _enter(self, state: State, why: str, cause: Cause | None) -> None:
@@ -531,67 +531,3 @@ class _Failures:
         self._row = 0
         self.reassure()
         self._window_at = now - _WINDOW
-
-
-class _Trials:
-    """The turns that a suspected worker is given to see how it is: the next one from `at` on."""
-
-    def __init__(self, first_wait: float, now: float) -> None:
-        self._first_wait = first_wait
-        self.at = now
-        self.good = 0
-        """In a row."""
-        self.rose_at = now - _RELAPSE
-        self._failed = self._relapses = 0
-        self.out = False
-        self._put_off = False
-        """Another replica's has put ours off since our last one; no second one does, for all of theirs may fail on the
-        way from there."""
-
-    @property
-    def passed(self) -> bool:
-        """It has served as many well as it had to."""
-        return self.good >= min(1 << self._relapses, _MOST_TRIALS)
-
-    def begin(self, now: float, *, afresh: bool) -> None:
-        """It is suspected; `afresh`: for the first time since it was up."""
-        if afresh:
-            self._relapses = self._relapses + 1 if now - self.rose_at < _RELAPSE else 0
-        self.good = self._failed = 0
-        self.out = self._put_off = False
-        self.at = now + self._wait
-
-    def begun(self, now: float) -> None:
-        """As long as nothing is heard of it the next one comes as late as if it had failed: who is silent fails late,
-        and would be given one after the other until then."""
-        if self.out:
-            self._failed += 1
-        self.out, self._put_off = True, False
-        self.at = now + self._wait_after(self._failed + 1)
-
-    def served(self, now: float) -> None:
-        self.out = False
-        self.good += 1
-        self.at = now
-
-    def failed(self, now: float) -> None:
-        self.good = 0
-        if self.out:
-            self.out = False
-            self._failed += 1
-        self.at = max(self.at, now + self._wait)
-
-    def heard(self, word: Word, now: float) -> None:
-        """What came of another replica's."""
-        if word is Word.WELL:
-            self.at = min(self.at, now)
-        elif word is Word.TRIED and not self._put_off:
-            self._put_off = True
-            self.at = max(self.at, now + self._wait)
-
-    @property
-    def _wait(self) -> float:
-        return self._wait_after(self._failed)
-
-    def _wait_after(self, failed: int) -> float:
-        return self._first_wait * _TRIAL_WAITS[min(failed, len(_TRIAL_WAITS) - 1)]

@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from app.fleet.burden import FAILURE_LOAD, Burden
 from app.fleet.trials import Trials
 
 _WINDOW = 10.0
@@ -43,11 +44,6 @@ _TRIAL_WAIT = 5.0
 """Seconds until a worker that is suspected by its turns is given one to try; `down_after`, where that is less."""
 _NAMELESS = 30.0
 """Seconds without an address after which a worker counts as unreachable: the name server has had its time."""
-_FAILURE_LOAD = 4.0
-"""What a failed turn counts for in placement at first, in turns in flight."""
-_HEARD_LOAD = 2 * _FAILURE_LOAD
-_LOAD_HALF_LIFE = 5.0
-_FORGOTTEN = 0.05
 _MINUTE = 60.0
 _REMEMBERED = 10_000
 _ONE_EVENT = 0.1
@@ -205,13 +201,8 @@ class Health:
         if self.cause is Cause.TURNS:
             self._trials.failed(now)
             self.tick()
-        elif why and self.state in (State.UP, State.SUSPECT) and self.may_suspect():
-            self._trials.begin(now, afresh=self.state is State.UP)
-            if self.state is State.UP:
-                self._enter(State.SUSPECT, why, Cause.TURNS)
-            else:
-                self.cause, self.why = Cause.TURNS, why
-            self.told(Word.SICK)
+        elif why and self.state in (State.UP, State.SUSPECT):
+            self._suspect(why, now)
 
     def heard(self, word: Word) -> None:
         """Another replica says this of it."""
@@ -226,8 +217,8 @@ class Health:
                 self._failures.reassure()
             elif word is not Word.TRIED:
                 self.burden.heard(now)
-                if word is Word.SICK:
-                    self._failures.warn(self.good, now)
+                if why := self._failures.heard(word is Word.SICK, self.good, now):
+                    self._suspect(why, now)
 
     def busy(self, what: str) -> None:
         """A turn was answered 429 or 503: no illness, but no place for the next one either."""
@@ -351,7 +342,11 @@ class Health:
 
     def failed_lately(self, now: float) -> float:
         """Turns that it failed in a row, without a good one since; the longer ago, the fewer."""
-        return min(self._failures.row(self.good), self.burden.penalty(now) / _FAILURE_LOAD)
+        return min(self._failures.row(self.good), self.burden.penalty(now) / FAILURE_LOAD)
+
+    def failing(self, now: float) -> bool:
+        """It has failed a turn lately, here or at another replica, and none has gone well here since."""
+        return self._failures.any(self.good, now)
 
     def trial_due(self, now: float, *, cheap: bool) -> bool:
         """It is suspected for its turns, and may be given one to see. `cheap`: others are given many beside it."""
@@ -368,6 +363,16 @@ class Health:
         self.told(Word.TRIED)
 
     # -- helpers
+
+    def _suspect(self, why: str, now: float) -> None:
+        """For its turns, if it may be."""
+        if self.may_suspect():
+            self._trials.begin(now, afresh=self.state is State.UP)
+            if self.state is State.UP:
+                self._enter(State.SUSPECT, why, Cause.TURNS)
+            else:
+                self.cause, self.why = Cause.TURNS, why
+            self.told(Word.SICK)
 
     @property
     def _probes_agree(self) -> bool:
@@ -427,64 +432,6 @@ class Errors:
         return len(self._at)
 
 
-class Burden:
-    """What counts for a worker's load and is none: its failures, for whoever fails fast has the fewest in flight, and
-    that it is new, for whoever has just come has none."""
-
-    def __init__(self, slow_start: float) -> None:
-        self._slow_start = slow_start
-        self.begun: Callable[[], None] = lambda: None
-        """Told when something has begun to count, or counts more."""
-        self._penalty, self._penalty_at = 0.0, 0.0
-        self._risen_at: float | None = None
-
-    @property
-    def any(self) -> bool:
-        """There is, or lately was, some."""
-        return self._penalty > 0.0 or self._risen_at is not None
-
-    def failed(self, now: float) -> None:
-        self._penalty = self._decayed(now) + _FAILURE_LOAD
-        self._penalty_at = now
-        self.begun()
-
-    def heard(self, now: float) -> None:
-        """Another replica's turn failed there. That counts as one of ours, but for `_HEARD_LOAD` at most: enough to be
-        passed over while others have room."""
-        penalty = self._decayed(now)
-        self._penalty = max(penalty, min(penalty + _FAILURE_LOAD, _HEARD_LOAD))
-        self._penalty_at = now
-        self.begun()
-
-    def rise(self, now: float) -> None:
-        """Its share grows from now on."""
-        self._risen_at = now if self._slow_start else None
-        self.begun()
-
-    def forgive(self) -> None:
-        """What it failed is past: it has shown that it serves."""
-        self._penalty = 0.0
-
-    def penalty(self, now: float) -> float:
-        """For its failures, in turns in flight. 0: nothing, until it fails again."""
-        penalty = self._decayed(now)
-        if penalty < _FORGOTTEN:
-            self._penalty = penalty = 0.0
-        return penalty
-
-    def newness(self, now: float) -> float:
-        """What is missing of its share, from 1 down to 0. 0: nothing, until it rises again."""
-        if self._risen_at is not None:
-            share = (now - self._risen_at) / self._slow_start
-            if share < 1.0:
-                return 1.0 - share
-            self._risen_at = None
-        return 0.0
-
-    def _decayed(self, now: float) -> float:
-        return self._penalty * 0.5 ** ((now - self._penalty_at) / _LOAD_HALF_LIFE) if self._penalty else 0.0
-
-
 class _Failures:
     """Whether failed turns are enough to suspect their worker. `at`: when the last one was."""
 
@@ -494,9 +441,10 @@ class _Failures:
         self._row = 0
         self._good = 0
         """What had gone well at the last failure: more of it ends the row."""
-        self._warned = -1
-        """What had gone well when another replica said that it is sick, `_warned_at`; -1: none has."""
-        self._warned_at = now
+        self._heard, self._heard_at = -1, now
+        """What had gone well when another replica said last that a turn has failed there, and when; -1: none has."""
+        self._found_sick = False
+        """One has said that it is sick."""
         self._window_at, self._window_bad, self._window_good = now - _WINDOW, 0, 0
 
     def note(self, what: str, good: int, now: float) -> str:
@@ -509,7 +457,7 @@ class _Failures:
         self._window_bad += 1
         if self._row >= self._enough:
             return f"{self._row} turns failed in a row, the last one with {what}"
-        if self._warned == good and now - self._warned_at < _WINDOW:
+        if self._found_sick and self._is_news(good, now):
             return f"a turn failed with {what}, and another replica has found it sick"
         turns = self._window_bad + good - self._window_good
         if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
@@ -520,14 +468,28 @@ class _Failures:
         """In a row up to now, when `good` turns have gone well."""
         return self._row if good == self._good else 0
 
-    def warn(self, good: int, now: float) -> None:
-        """One more will be enough for a while, unless one goes well before, here or there."""
-        self._warned, self._warned_at = good, now
+    def any(self, good: int, now: float) -> bool:
+        """Here or there, lately, and none has gone well since."""
+        return self._is_news(good, now) or (self.row(good) > 0 and now - self.at < _WINDOW)
+
+    def heard(self, sick: bool, good: int, now: float) -> str:
+        """Another replica says that a turn has failed there, or (`sick`) that it is suspected for that: then one more
+        here is enough for a while, unless one goes well before, here or there; so is one that has just failed. Returns
+        why that is enough; empty: it is not."""
+        self._found_sick = sick or (self._found_sick and self._is_news(good, now))
+        self._heard, self._heard_at = good, now
+        if sick and self.row(good) and now - self.at < _WINDOW:
+            return "a turn has failed, and another replica has found it sick"
+        return ""
 
     def reassure(self) -> None:
-        self._warned = -1
+        """There one has gone well."""
+        self._heard, self._found_sick = -1, False
 
     def forget(self, now: float) -> None:
         self._row = 0
         self.reassure()
         self._window_at = now - _WINDOW
+
+    def _is_news(self, good: int, now: float) -> bool:
+        return self._heard == good and now - self._heard_at < _WINDOW

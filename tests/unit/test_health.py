@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +103,13 @@ class Worker:
         ("G s5", SUSPECT),
         ("G s(9.5)5", SUSPECT),
         ("G s(10)5", UP),  # no news any more
+        ("G 5s", SUSPECT),  # whichever comes first
+        ("G 5(9.5)s", SUSPECT),
+        ("G 5(10)s", UP),
+        ("G 5+s", UP),
+        ("G 55f", UP),
+        ("G sf5", SUSPECT),
+        ("G s(10)f5", UP),
         ("G sw5", UP),  # there it serves again
         ("G sws5", SUSPECT),
         ("G t5", UP),  # nobody says that it fails
@@ -271,7 +279,7 @@ def test_many_replicas_that_tell_each_other_give_a_sick_worker_hardly_more_turns
     assert every[0] == 5
     assert all(given.values())
     assert len(every) <= (30 if cheap else 8)
-    assert max(after - before for before, after in zip(every, every[1:], strict=False)) <= (7.5 if cheap else 30)
+    assert max(after - before for before, after in itertools.pairwise(every)) <= (7.5 if cheap else 30)
 
 
 @pytest.mark.parametrize("relapses", [0, 2])

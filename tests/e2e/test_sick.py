@@ -95,7 +95,7 @@ class Fleet:
         return all([(await self.states(replica))[name] in states for replica in self.replicas])
 
 
-Do = Callable[[Fleet], Awaitable[None]]
+Do = Callable[[Fleet], Awaitable[object]]
 
 
 @dataclass
@@ -136,7 +136,7 @@ def running(module_processes: Processes) -> Iterator[Running]:
         *(f"--worker={each.url},name={each.name}" for group in groups for each in group),
         f"--first-byte-timeout={FIRST_BYTE}",
         f"--down-after={DOWN_AFTER}",
-        "--probe-interval=0.3",
+        "--probe-interval=0.5",
         "--probe-timeout=1",
         f"--slow-start={SLOW_START}",
         "--store-deadline=20",  # a busy machine is no outage of the store

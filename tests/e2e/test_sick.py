@@ -128,10 +128,27 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(module_processes: Processes) -> Iterator[Running]:
-    groups = []
-    for number in range(len(KINDS)):
-        mocks = module_processes.workers(3, "--ttft-ms", "5", "--itl-ms", "1", "--model", f"m{number}")
-        groups.append([Worker(f"m{number}-{each.name}", each.url, each.process) for each in mocks])
+    mocks = [
+        module_processes.start(
+            "workers",
+            "mocker",
+            "--port",
+            "0",
+            "--count",
+            "3",
+            "--ttft-ms",
+            "5",
+            "--itl-ms",
+            "1",
+            "--model",
+            f"m{number}",
+        )
+        for number in range(len(KINDS))
+    ]
+    groups = [
+        [Worker(f"m{number}-w{place}", url, each) for place, url in enumerate(each.urls(3))]
+        for number, each in enumerate(mocks)
+    ]
     options = [
         *(f"--worker={each.url},name={each.name}" for group in groups for each in group),
         f"--first-byte-timeout={FIRST_BYTE}",

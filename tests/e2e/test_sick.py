@@ -30,6 +30,8 @@ from tests.support.processes import (
 )
 from tests.support.wire import Cut, ask, turn
 
+pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time to start nine processes
+
 NEW = 300
 AT_ONCE = 30
 MOST_FAILED = AT_ONCE // 3
@@ -86,9 +88,17 @@ class Fleet:
         await asyncio.gather(*(client(number) for number in range(AT_ONCE)))
         return answers
 
-    async def states(self, replica: Replica) -> dict[str, str]:
+    async def rows(self, replica: Replica) -> list[dict[str, Any]]:
         answer = await ask(replica.url, target="/admin/workers", headers=[("host", "localhost")])
-        return {each["name"]: each["state"] for each in answer.json["workers"]}
+        return answer.json["workers"]  # type: ignore[no-any-return]
+
+    async def states(self, replica: Replica) -> dict[str, str]:
+        return {each["name"]: each["state"] for each in await self.rows(replica)}
+
+    async def know_models(self) -> bool:
+        """Of all workers: one that has not told its own may be given a turn of any."""
+        rows = [row for replica in self.replicas for row in await self.rows(replica)]
+        return all(row["models"] for row in rows)
 
     async def all_are(self, *states: str, worker: int = 0) -> bool:
         name = self.workers[worker].name
@@ -169,6 +179,7 @@ async def _begin(running: Running, number: int) -> AsyncIterator[Both]:
     both = running.both(number)
 
     async def all_up(fleet: Fleet) -> None:
+        await wait_until(fleet.know_models, 60)
         for worker in range(3):
             await wait_until(partial(fleet.all_are, "up", worker=worker), 15)
 

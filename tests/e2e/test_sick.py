@@ -228,7 +228,7 @@ async def test_a_sick_worker_costs_few_turns_and_keeps_no_session(both: Both, ho
         while since == "mid-run" and not {worker.name for worker in fleet.workers} <= set(at.values()):
             assert len(at) < 300
             answers = await fleet.each([new_session() for _ in range(30)])
-            at |= {session: worker for session, (_, worker) in answers.items()}
+            at |= {session: worker for session, (status, worker) in answers.items() if status == 200}
 
     async def suffer(fleet: Fleet) -> None:
         await _suffer(fleet, bound[fleet.replicas[0].url])

@@ -58,8 +58,9 @@ from app.page.routes import add_page
 from app.record import hashes
 from app.replicas import Myself, Replicas
 from app.sessions.affinity import Affinity
+from app.sessions.door import Door
 from app.sessions.identity import Identifier, KeyHasher, parse_source
-from app.sessions.peers import Door, Peers
+from app.sessions.peers import Peers
 from app.sessions.tenants import Admins, Tenants, read_keys
 from app.traffic import Traffic
 from app.turn.access import AccessLog

@@ -19,7 +19,7 @@ not reached, is up again by probes alone, which takes no traffic.
 
 What another replica says of it (`heard`) is no evidence: it may be the way from there. It only saves turns: a failure
 there is load here as well; when it is suspected there, a turn that fails here soon is enough; while both suspect
-it, a trial there puts off the next one here, once.
+it, a trial there puts off the next one here (`trials`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from app.fleet.burden import FAILURE_LOAD, Burden
+from app.fleet.trials import Trials
+
 _WINDOW = 10.0
 _WINDOW_TURNS = 20
 _TIMES_IN_A_ROW = 2
@@ -39,18 +42,8 @@ _MOMENT = 1.0
 """Seconds: failures closer together than that are of one event."""
 _TRIAL_WAIT = 5.0
 """Seconds until a worker that is suspected by its turns is given one to try; `down_after`, where that is less."""
-_TRIAL_WAITS = (1, 2, 4, 6)
-"""So many times that, by how many it has failed."""
-_RELAPSE = 60.0
-"""Seconds: who is suspected again within them must serve twice as many trial turns well."""
-_MOST_TRIALS = 16
 _NAMELESS = 30.0
 """Seconds without an address after which a worker counts as unreachable: the name server has had its time."""
-_FAILURE_LOAD = 4.0
-"""What a failed turn counts for in placement at first, in turns in flight."""
-_HEARD_LOAD = 2 * _FAILURE_LOAD
-_LOAD_HALF_LIFE = 5.0
-_FORGOTTEN = 0.05
 _MINUTE = 60.0
 _REMEMBERED = 10_000
 _ONE_EVENT = 0.1
@@ -166,7 +159,7 @@ class Health:
         if joins and not tolerance.probed:
             self.burden.rise(now)
         self._failures = _Failures(tolerance.failures, now)
-        self._trials = _Trials(min(_TRIAL_WAIT, tolerance.down_after), now)
+        self._trials = Trials(min(_TRIAL_WAIT, tolerance.down_after), now)
         self._good_at = now
         """The last good sign, of the kind of what went wrong."""
         self._good_probes = self._bad_probes = self._not_yet = self._missed = 0
@@ -208,26 +201,24 @@ class Health:
         if self.cause is Cause.TURNS:
             self._trials.failed(now)
             self.tick()
-        elif why and self.state in (State.UP, State.SUSPECT) and self.may_suspect():
-            self._trials.begin(now, afresh=self.state is State.UP)
-            if self.state is State.UP:
-                self._enter(State.SUSPECT, why, Cause.TURNS)
-            else:
-                self.cause, self.why = Cause.TURNS, why
-            self.told(Word.SICK)
+        elif why and self.state in (State.UP, State.SUSPECT):
+            self._suspect(why, now)
 
     def heard(self, word: Word) -> None:
         """Another replica says this of it."""
         now = self.clock()
         if self.cause is Cause.TURNS:
-            self._trials.heard(word, now)
+            if word is Word.TRIED:
+                self._trials.others_begun(now)
+            elif word is Word.WELL:
+                self._trials.others_served(now)
         elif self.state is State.UP:
             if word is Word.WELL:
                 self._failures.reassure()
             elif word is not Word.TRIED:
                 self.burden.heard(now)
-                if word is Word.SICK:
-                    self._failures.warn(self.good, now)
+                if why := self._failures.heard(word is Word.SICK, self.good, now):
+                    self._suspect(why, now)
 
     def busy(self, what: str) -> None:
         """A turn was answered 429 or 503: no illness, but no place for the next one either."""
@@ -351,11 +342,15 @@ class Health:
 
     def failed_lately(self, now: float) -> float:
         """Turns that it failed in a row, without a good one since; the longer ago, the fewer."""
-        return min(self._failures.row(self.good), self.burden.penalty(now) / _FAILURE_LOAD)
+        return min(self._failures.row(self.good), self.burden.penalty(now) / FAILURE_LOAD)
 
-    def trial_due(self, now: float) -> bool:
-        """It is suspected for its turns, and may be given one to see."""
-        return self.cause is Cause.TURNS and now >= self._trials.at and self._probes_agree
+    def failing(self, now: float) -> bool:
+        """It has failed a turn lately, here or at another replica, and none has gone well here since."""
+        return self._failures.any(self.good, now)
+
+    def trial_due(self, now: float, *, cheap: bool) -> bool:
+        """It is suspected for its turns, and may be given one to see. `cheap`: others are given many beside it."""
+        return self.cause is Cause.TURNS and self._trials.due(now, cheap=cheap) and self._probes_agree
 
     @property
     def on_trial(self) -> bool:
@@ -368,6 +363,16 @@ class Health:
         self.told(Word.TRIED)
 
     # -- helpers
+
+    def _suspect(self, why: str, now: float) -> None:
+        """For its turns, if it may be."""
+        if self.may_suspect():
+            self._trials.begin(now, afresh=self.state is State.UP)
+            if self.state is State.UP:
+                self._enter(State.SUSPECT, why, Cause.TURNS)
+            else:
+                self.cause, self.why = Cause.TURNS, why
+            self.told(Word.SICK)
 
     @property
     def _probes_agree(self) -> bool:
@@ -385,7 +390,7 @@ class Health:
         self._cold = False
         self._failures.forget(now)
         if self.cause is Cause.TURNS:
-            self._trials.rose_at = now
+            self._trials.rose(now)
         self._enter(State.UP, why, None)
 
     def _enter(self, state: State, why: str, cause: Cause | None) -> None:
@@ -427,64 +432,6 @@ class Errors:
         return len(self._at)
 
 
-class Burden:
-    """What counts for a worker's load and is none: its failures, for whoever fails fast has the fewest in flight, and
-    that it is new, for whoever has just come has none."""
-
-    def __init__(self, slow_start: float) -> None:
-        self._slow_start = slow_start
-        self.begun: Callable[[], None] = lambda: None
-        """Told when something has begun to count, or counts more."""
-        self._penalty, self._penalty_at = 0.0, 0.0
-        self._risen_at: float | None = None
-
-    @property
-    def any(self) -> bool:
-        """There is, or lately was, some."""
-        return self._penalty > 0.0 or self._risen_at is not None
-
-    def failed(self, now: float) -> None:
-        self._penalty = self._decayed(now) + _FAILURE_LOAD
-        self._penalty_at = now
-        self.begun()
-
-    def heard(self, now: float) -> None:
-        """Another replica's turn failed there. That counts as one of ours, but for `_HEARD_LOAD` at most: enough to be
-        passed over while others have room."""
-        penalty = self._decayed(now)
-        self._penalty = max(penalty, min(penalty + _FAILURE_LOAD, _HEARD_LOAD))
-        self._penalty_at = now
-        self.begun()
-
-    def rise(self, now: float) -> None:
-        """Its share grows from now on."""
-        self._risen_at = now if self._slow_start else None
-        self.begun()
-
-    def forgive(self) -> None:
-        """What it failed is past: it has shown that it serves."""
-        self._penalty = 0.0
-
-    def penalty(self, now: float) -> float:
-        """For its failures, in turns in flight. 0: nothing, until it fails again."""
-        penalty = self._decayed(now)
-        if penalty < _FORGOTTEN:
-            self._penalty = penalty = 0.0
-        return penalty
-
-    def newness(self, now: float) -> float:
-        """What is missing of its share, from 1 down to 0. 0: nothing, until it rises again."""
-        if self._risen_at is not None:
-            share = (now - self._risen_at) / self._slow_start
-            if share < 1.0:
-                return 1.0 - share
-            self._risen_at = None
-        return 0.0
-
-    def _decayed(self, now: float) -> float:
-        return self._penalty * 0.5 ** ((now - self._penalty_at) / _LOAD_HALF_LIFE) if self._penalty else 0.0
-
-
 class _Failures:
     """Whether failed turns are enough to suspect their worker. `at`: when the last one was."""
 
@@ -494,9 +441,10 @@ class _Failures:
         self._row = 0
         self._good = 0
         """What had gone well at the last failure: more of it ends the row."""
-        self._warned = -1
-        """What had gone well when another replica said that it is sick, `_warned_at`; -1: none has."""
-        self._warned_at = now
+        self._heard, self._heard_at = -1, now
+        """What had gone well when another replica said last that a turn has failed there, and when; -1: none has."""
+        self._found_sick = False
+        """One has said that it is sick."""
         self._window_at, self._window_bad, self._window_good = now - _WINDOW, 0, 0
 
     def note(self, what: str, good: int, now: float) -> str:
@@ -509,7 +457,7 @@ class _Failures:
         self._window_bad += 1
         if self._row >= self._enough:
             return f"{self._row} turns failed in a row, the last one with {what}"
-        if self._warned == good and now - self._warned_at < _WINDOW:
+        if self._found_sick and self._is_news(good, now):
             return f"a turn failed with {what}, and another replica has found it sick"
         turns = self._window_bad + good - self._window_good
         if turns >= _WINDOW_TURNS and 2 * self._window_bad >= turns:
@@ -520,78 +468,28 @@ class _Failures:
         """In a row up to now, when `good` turns have gone well."""
         return self._row if good == self._good else 0
 
-    def warn(self, good: int, now: float) -> None:
-        """One more will be enough for a while, unless one goes well before, here or there."""
-        self._warned, self._warned_at = good, now
+    def any(self, good: int, now: float) -> bool:
+        """Here or there, lately, and none has gone well since."""
+        return self._is_news(good, now) or (self.row(good) > 0 and now - self.at < _WINDOW)
+
+    def heard(self, sick: bool, good: int, now: float) -> str:
+        """Another replica says that a turn has failed there, or (`sick`) that it is suspected for that: then one more
+        here is enough for a while, unless one goes well before, here or there; so is one that has just failed. Returns
+        why that is enough; empty: it is not."""
+        self._found_sick = sick or (self._found_sick and self._is_news(good, now))
+        self._heard, self._heard_at = good, now
+        if sick and self.row(good) and now - self.at < _WINDOW:
+            return "a turn has failed, and another replica has found it sick"
+        return ""
 
     def reassure(self) -> None:
-        self._warned = -1
+        """There one has gone well."""
+        self._heard, self._found_sick = -1, False
 
     def forget(self, now: float) -> None:
         self._row = 0
         self.reassure()
         self._window_at = now - _WINDOW
 
-
-class _Trials:
-    """The turns that a suspected worker is given to see how it is: the next one from `at` on."""
-
-    def __init__(self, first_wait: float, now: float) -> None:
-        self._first_wait = first_wait
-        self.at = now
-        self.good = 0
-        """In a row."""
-        self.rose_at = now - _RELAPSE
-        self._failed = self._relapses = 0
-        self.out = False
-        self._put_off = False
-        """Another replica's has put ours off since our last one; no second one does, for all of theirs may fail on the
-        way from there."""
-
-    @property
-    def passed(self) -> bool:
-        """It has served as many well as it had to."""
-        return self.good >= min(1 << self._relapses, _MOST_TRIALS)
-
-    def begin(self, now: float, *, afresh: bool) -> None:
-        """It is suspected; `afresh`: for the first time since it was up."""
-        if afresh:
-            self._relapses = self._relapses + 1 if now - self.rose_at < _RELAPSE else 0
-        self.good = self._failed = 0
-        self.out = self._put_off = False
-        self.at = now + self._wait
-
-    def begun(self, now: float) -> None:
-        """As long as nothing is heard of it the next one comes as late as if it had failed: who is silent fails late,
-        and would be given one after the other until then."""
-        if self.out:
-            self._failed += 1
-        self.out, self._put_off = True, False
-        self.at = now + self._wait_after(self._failed + 1)
-
-    def served(self, now: float) -> None:
-        self.out = False
-        self.good += 1
-        self.at = now
-
-    def failed(self, now: float) -> None:
-        self.good = 0
-        if self.out:
-            self.out = False
-            self._failed += 1
-        self.at = max(self.at, now + self._wait)
-
-    def heard(self, word: Word, now: float) -> None:
-        """What came of another replica's."""
-        if word is Word.WELL:
-            self.at = min(self.at, now)
-        elif word is Word.TRIED and not self._put_off:
-            self._put_off = True
-            self.at = max(self.at, now + self._wait)
-
-    @property
-    def _wait(self) -> float:
-        return self._wait_after(self._failed)
-
-    def _wait_after(self, failed: int) -> float:
-        return self._first_wait * _TRIAL_WAITS[min(failed, len(_TRIAL_WAITS) - 1)]
+    def _is_news(self, good: int, now: float) -> bool:
+        return self._heard == good and now - self._heard_at < _WINDOW

@@ -251,7 +251,8 @@ class Owed:
     """What a worker was chosen for since it last answered a turn well. Until it answers, nobody can know whether it
     serves: one that fell silent has failed nothing yet, and what fails at once comes back when as much again is on its
     way. So who owes as much as would make it suspect is given more only where the others have much more to do: what a
-    sick worker costs before anybody knows is a few turns, however many come at once.
+    sick worker costs before anybody knows is a few turns, however many come at once. Once it has failed one, here or at
+    another replica, and served none well since, a single one is as much.
 
     Costs turns of bound sessions nothing: that it has answered is seen by the count of its good answers."""
 
@@ -279,7 +280,7 @@ class Owed:
 
     @property
     def much(self) -> bool:
-        return self._count >= self._most and self._good == self._health.good and self._is_still_much()
+        return self._count >= 1 and self._good == self._health.good and self._is_still_much()
 
     @property
     def doubtful(self) -> bool:
@@ -288,11 +289,11 @@ class Owed:
         if not self.much:
             return False
         now = self._health.clock()
-        return not self._good or now - self._since >= _SILENT or self._health.failed_lately(now) > 0
+        return not self._good or now - self._since >= _SILENT or self._health.failing(now)
 
     def _is_still_much(self) -> bool:
         now = self._health.clock()
         if now - self._at >= _SOON:
             # What came to nothing otherwise is not owed: its client left, or another replica's claim stood.
             self._count = min(self._count, self._under_way() + self._health.failed_lately(now))
-        return self._count >= self._most
+        return self._count >= self._most or (self._count >= 1 and self._health.failing(now))

@@ -28,6 +28,8 @@ log = logging.getLogger("coatcheck.fleet")
 _LINEUPS = 256
 """At once; there is one for each set of workers that serve a model, and for each worker that turns have found lost."""
 _RESTING_AT_ONCE = 16
+_FOR_A_TRIAL = 10
+"""Placements for each one that is a trial, so that it costs little: clients may pay for it with a failed turn."""
 _LEARNT_WITHIN = 2.0
 """Seconds in which a worker that another replica knows is waited for."""
 _STRANGE_FOR = 30.0
@@ -265,6 +267,8 @@ class Fleet:
                 )
             self._welcome(worker)
         self._placements = 0
+        self._tried_at = -_FOR_A_TRIAL
+        """How many of them there had been when a worker was last tried."""
         self._trial: Worker | None = None
         """The one among the last candidates that was there to be tried."""
 
@@ -456,7 +460,8 @@ class Fleet:
         if len(resting) > _RESTING_AT_ONCE:
             begin = self._placements * _RESTING_AT_ONCE % len(resting)
             resting = resting[begin : begin + _RESTING_AT_ONCE]
-        return next((each for each in resting if each.health.trial_due(now)), None)
+        cheap = self._placements - self._tried_at >= _FOR_A_TRIAL
+        return next((each for each in resting if each.health.trial_due(now, cheap=cheap)), None)
 
     def has_other(self, lost: frozenset[str], among: frozenset[str] | None = None, *, prefill: bool = False) -> bool:
         """Whether there is a worker beside those in `lost`, and `among` these, that is known to be there. `prefill`:
@@ -480,6 +485,7 @@ class Fleet:
         target.worker.owed.chosen()
         if target.worker is self._trial:
             self._trial = None
+            self._tried_at = self._placements
             target.worker.health.trial_begun()
 
     def close(self) -> None:

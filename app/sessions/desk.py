@@ -1,4 +1,4 @@
-"""What this replica answers its peers (`peers.Desk`), from what it remembers, claims and closes."""
+"""What this replica answers its peers (`door.Desk`), from what it remembers, claims and closes."""
 
 from __future__ import annotations
 

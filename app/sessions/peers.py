@@ -6,38 +6,30 @@ store is away is known to all; and so is a worker that has failed turns, before 
 second best that there is: nothing here is believed against a claim that the store has shown, and a peer that does not
 answer in time is done without: one that has gone in silence is waited for once, one that is busy each time.
 
-On the wire: POST /peers/quick and /peers/slow on the peers' own listener, `Authorization: Bearer` with the token of the
-peer's record, a `_Message` and a `_Reply` in JSON. Quick is what a peer knows by itself, slow what it asks its store.
-Readers ignore fields and questions that they do not know. What is asked of one peer while it has not answered goes
-together, in its next message.
+Here is who asks; `door` has who is asked. On the wire: POST /peers/quick and /peers/slow on the peers' own listener,
+`Authorization: Bearer` with the token of the peer's record, a `Message` and a `Reply` in JSON. Quick is what a peer
+knows by itself, slow what it asks its store. Readers ignore fields and questions that they do not know. What is asked
+of one peer while it has not answered goes together, in its next message.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from app.errors import ClientDisconnected, TurnError
 from app.fleet.health import Word
 from app.fleet.naming import Naming, Spot
 from app.fleet.policies import rank_by_hash
 from app.fleet.workers import Target, Worker
 from app.http.calling import call
-from app.http.exchange import Exchange, Turn
-from app.http.headers import Header, header
-from app.http.inplace import Driven, Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectRefused, Pool
 from app.metrics import Metrics
 from backends.base import Claim, ClaimValue
 
 QUICK, SLOW = b"/peers/quick", b"/peers/slow"
-_STORE_LIMIT = 1.0
-"""Seconds that what a peer asks of the store here may take."""
 _ON_THE_WAY = 0.5
 """Seconds more that its answer may be on its way."""
 _LEFT_OUT = 1.0
@@ -46,13 +38,13 @@ _DOUBTED = 3.0
 """Seconds that a peer is not taken to have the store after it did not get an answer from it in time."""
 _FADING = 60.0
 """Seconds that a peer is still asked whose record has gone: it may be cut off from the store alone."""
-_AT_ONCE = 256
+AT_ONCE = 256
 """Questions in one message."""
 _MOST_WAITING = 4096
-_MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20
 _SLOW_AT_ONCE = 4
 _IDLE = 30.0
-_UP = "up"
+UP = "up"
 
 
 class Patience(msgspec.Struct, frozen=True):
@@ -115,29 +107,15 @@ class Known(msgspec.Struct, frozen=True, omit_defaults=True):
         return Claim(key=key, value=self.value, revision=self.revision, expires_at=0.0)
 
 
-class _Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     replica: str
     asks: list[Ask]
 
 
-class _Reply(msgspec.Struct, frozen=True, omit_defaults=True):
+class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str
     """Of the peer's store: up, read-only or away."""
     answers: list[Known | None]
-
-
-class Desk(Protocol):
-    """Answers what peers ask. Nothing but `bind` and `close` may wait, and nothing raises but TurnError."""
-
-    @property
-    def state(self) -> str: ...
-    def where(self, ask: Ask) -> Known | None: ...
-    def closed(self, ask: Ask) -> None: ...
-    def ended(self, ask: Ask) -> None: ...
-    def moved(self, ask: Ask) -> None: ...
-    def health(self, ask: Ask) -> None: ...
-    async def bind(self, ask: Ask) -> Known | None: ...
-    async def close(self, ask: Ask) -> Known | None: ...
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -355,7 +333,7 @@ class _Link:
 
     @property
     def up(self) -> bool:
-        return self.state == _UP and self._clock() >= self._doubted_until
+        return self.state == UP and self._clock() >= self._doubted_until
 
     def doubt(self) -> None:
         self._doubted_until = self._clock() + _DOUBTED
@@ -428,8 +406,8 @@ class _Line:
 
     async def _run(self) -> None:
         while self._waiting:
-            asked = [pair for pair in self._waiting[:_AT_ONCE] if not pair[1].done()]
-            del self._waiting[:_AT_ONCE]
+            asked = [pair for pair in self._waiting[:AT_ONCE] if not pair[1].done()]
+            del self._waiting[:AT_ONCE]
             if not asked:
                 continue
             outcome = "failed"
@@ -453,9 +431,9 @@ class _Line:
                 future.set_result(None)
 
     async def _post(self, asks: list[Ask]) -> list[Known | None]:
-        body = _encode(_Message(self._replica, asks))
+        body = _encode(Message(self._replica, asks))
         request = b"%b%d\r\n\r\n%b" % (self._head, len(body), body)
-        status, said = await call(self._pool, request, seconds=self._seconds, most=_MOST_BYTES)
+        status, said = await call(self._pool, request, seconds=self._seconds, most=MOST_BYTES)
         if status != 200:
             raise _Stranger(f"the peer answered with status {status}")
         try:
@@ -469,123 +447,4 @@ class _Line:
 
 
 _encode = msgspec.json.Encoder().encode
-_decode_reply = msgspec.json.Decoder(_Reply).decode
-_decode_message = msgspec.json.Decoder(_Message).decode
-
-
-class Door:
-    """Where peers come in: the proxy of the peers' own listener (`app.http.exchange.Proxy`)."""
-
-    def __init__(self, token: str, desk: Callable[[], Desk]) -> None:
-        """`token` proves that it is a peer; `desk` is asked for when one comes."""
-        self.token = token
-        self._expected, self._desk = b"Bearer " + token.encode(), desk
-
-    def open(self, exchange: Exchange, over: Callable[[Exception | None], None]) -> Turn:
-        return _Visit(exchange, self._expected, self._desk, over)
-
-
-class _Refused(Exception):
-    def __init__(self, status: int, why: str) -> None:
-        super().__init__(why)
-        self.status = status
-
-
-class _Visit:
-    """One message of a peer."""
-
-    def __init__(
-        self, exchange: Exchange, expected: bytes, desk: Callable[[], Desk], over: Callable[[Exception | None], None]
-    ) -> None:
-        self._exchange, self._expected, self._desk = exchange, expected, desk
-        self._driven = Driven(lambda _: over(None), over)
-        self._work: asyncio.Future[list[Known | None]] | None = None
-
-    def start(self) -> None:
-        self._driven.start(self._run())
-
-    def cancel(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
-        self._driven.cancel()
-
-    def client_left(self) -> None: ...
-    def client_took(self) -> None: ...
-
-    async def _run(self) -> None:
-        try:
-            answers = await self._answers()
-            self._say(200, _encode(_Reply(self._desk().state, answers)))
-        except _Refused as refusal:
-            self._exchange.keep_alive = False
-            self._say(refusal.status, _encode({"error": {"message": str(refusal)}}))
-        except (ClientDisconnected, TurnError):
-            pass  # its connection is gone, or is closed with the server's own word
-
-    async def _answers(self) -> list[Known | None]:
-        exchange = self._exchange
-        given = header(exchange.headers, b"authorization") or b""
-        if not hmac.compare_digest(given, self._expected):
-            raise _Refused(401, "this is for the replicas of the router alone")
-        if exchange.method != b"POST" or exchange.raw_path not in (QUICK, SLOW):
-            raise _Refused(404, "there is nothing here")
-        pieces, size, more = [], 0, True
-        while more:
-            piece, more = await exchange.receive()
-            pieces.append(piece)
-            size += len(piece)
-            if size > _MOST_BYTES:
-                raise _Refused(413, f"a message has at most {_MOST_BYTES} bytes")
-        try:
-            message = _decode_message(b"".join(pieces))
-        except msgspec.DecodeError as error:
-            raise _Refused(400, str(error)) from None
-        if len(message.asks) > _AT_ONCE:
-            raise _Refused(413, f"a message has at most {_AT_ONCE} questions")
-        desk = self._desk()
-        if exchange.raw_path == QUICK:
-            return [_quick(desk, ask) for ask in message.asks]
-        # Not in place: it waits for the store.
-        self._work = work = asyncio.ensure_future(_slow(desk, message.asks))
-        done = Wake()
-        work.add_done_callback(lambda _: done.set())
-        await done
-        return work.result()
-
-    def _say(self, status: int, body: bytes) -> None:
-        headers: list[Header] = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        self._exchange.start(status, headers)
-        self._exchange.write(body, True)
-
-
-_HEARD = Known()
-
-
-def _quick(desk: Desk, ask: Ask) -> Known | None:
-    if ask.do == "where":
-        return desk.where(ask)
-    news = {"closed": desk.closed, "ended": desk.ended, "moved": desk.moved, "health": desk.health}.get(ask.do)
-    if news is None:
-        return None
-    news(ask)
-    return _HEARD
-
-
-async def _slow(desk: Desk, asks: list[Ask]) -> list[Known | None]:
-    works: dict[str, Callable[[Ask], Awaitable[Known | None]]] = {"bind": desk.bind, "close": desk.close}
-
-    async def one(ask: Ask) -> Known | None:
-        work = works.get(ask.do)
-        if work is None:
-            return None
-        try:
-            async with asyncio.timeout(_STORE_LIMIT):
-                return await work(ask)
-        except TimeoutError:
-            return None
-        except TurnError as refusal:
-            # Of the session or the turn, not of the store, it says nothing of who else asks.
-            well = desk.state == _UP and refusal.code != "store_unavailable"
-            return Known(how="refused") if well else None
-
-    return list(await asyncio.gather(*map(one, asks)))
+_decode_reply = msgspec.json.Decoder(Reply).decode

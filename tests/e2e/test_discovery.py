@@ -109,34 +109,50 @@ class Grown:
     """A fleet of two workers that becomes six, and then three of these; how depends on the kind of source."""
 
     def __init__(self, processes: Processes, source: str, claims: str, names: NameServer | None = None) -> None:
-        """`names`: where the source's name is looked up."""
+        """`names`: where names are looked up, where half of the workers are the addresses of one, and half the records
+        of another."""
         self.processes, self.source, self.claims, self.names = processes, source, claims, names
+        self._port = free_ports(1)[0]
+        """Of each address of the first name."""
+        self._addresses = (f"127.0.0.{number}" for number in itertools.count(2))
         self.file = processes.folder / "workers.toml"
         self._leaving: Process | None = None
 
-    def mocks(self, count: int) -> tuple[Process, list[Worker]]:
+    def mocks(self, count: int, *, addresses: int = 0) -> tuple[Process, list[Worker]]:
+        """`addresses`: so many of them listen each at an address of its own."""
+        if self.names is not None:
+            return self._named_mocks(addresses, count - addresses)
         options = ["--register", self.claims] if self.source == "registry" else []
         first = free_ports(1)[0]
         process = self.processes.start(
             "mocks", "app", "mock", "--port", "0", "--count", str(count), "--name", f"m{first}", *options
         )
-        if self.source == "dns+srv":
-            return process, [Worker(worker_name(_pod(url)), url, process) for url in process.urls(count)]
         named = [Worker(f"m{first}-{url.rpartition(':')[2]}", url, process) for url in process.urls(count)]
         return process, [Worker(each.name if count > 1 else f"m{first}", each.url, process) for each in named]
 
+    def _named_mocks(self, addresses: int, pods: int) -> tuple[Process, list[Worker]]:
+        start, places = self.processes.start, [(next(self._addresses), self._port) for _ in range(addresses)]
+        started = [start("mock", "app", "mock", "--host", host, "--port", str(port)) for host, port in places]
+        workers = [Worker(worker_name(each.urls(1)[0]), each.urls(1)[0], each) for each in started]
+        if pods:
+            started.append(process := start("mocks", "app", "mock", "--port", "0", "--count", str(pods)))
+            workers += [Worker(worker_name(_pod(url)), url, process) for url in process.urls(pods)]
+        return started[-1], workers
+
     def begin(self) -> tuple[list[Worker], list[str]]:
-        _, workers = self.mocks(2)
+        _, workers = self.mocks(2, addresses=1)
         self._write(workers)
-        options = [f"--claims={self.claims}", f"--worker-grace={GRACE}", "--slow-start=0"]
+        options = [f"--claims={self.claims}", f"--worker-grace={GRACE}", f"--store-deadline={PATIENCE}"]
+        options.append("--slow-start=0")
         if self.names is not None:
-            return workers, [*options, f"--workers-from=dns+srv://fleet.test?nameserver={self.names.address}"]
+            names = (f"dns://fleet.test:{self._port}", "dns+srv://pods.test")
+            return workers, [*options, *(f"--workers-from={name}?nameserver={self.names.address}" for name in names)]
         return workers, [*options, f"--workers-from={self.file.as_uri()}"] if self.source == "file" else options
 
     def grow(self, workers: list[Worker]) -> tuple[list[Worker], list[Worker]]:
         """Those that stay, and those that will go."""
-        _, staying = self.mocks(1)
-        self._leaving, leaving = self.mocks(3)
+        _, staying = self.mocks(1, addresses=1)
+        self._leaving, leaving = self.mocks(3, addresses=1)
         self._write([*workers, *staying, *leaving])
         return [*workers, *staying], leaving
 
@@ -148,10 +164,12 @@ class Grown:
 
     def _write(self, workers: list[Worker]) -> None:
         if self.names is not None:
-            pods = [urlsplit(_pod(each.url)) for each in workers]
+            hosts = [str(urlsplit(each.url).hostname) for each in workers]
+            pods = [urlsplit(_pod(each.url)) for each, host in zip(workers, hosts, strict=True) if host == "127.0.0.1"]
             records = {(str(pod.hostname), "A"): ["127.0.0.1"] for pod in pods}
             self.names.records = {
-                ("fleet.test", "SRV"): [f"10 10 {pod.port} {pod.hostname}." for pod in pods],
+                ("fleet.test", "A"): [host for host in hosts if host != "127.0.0.1"],
+                ("pods.test", "SRV"): [f"10 10 {pod.port} {pod.hostname}." for pod in pods],
                 **records,
             }
         self.file.write_text("".join(f'[[worker]]\nurl = "{each.url}"\nname = "{each.name}"\n' for each in workers))
@@ -160,17 +178,17 @@ class Grown:
 def _pod(url: str) -> str:
     """Its URL by a name of its own, as a StatefulSet's pods have."""
     port = urlsplit(url).port
-    return f"http://pod-{port}.fleet.test:{port}"
+    return f"http://pod-{port}.pods.test:{port}"
 
 
-@pytest.fixture(params=["file", "registry on etcd", "dns+srv"])
+@pytest.fixture(params=["file", "registry on etcd", "dns and dns+srv"])
 def grown(request: pytest.FixtureRequest, quick_path: Path, processes: Processes) -> Iterator[Grown]:
     if request.param == "registry on etcd":
         with EtcdServer() as server:
             yield Grown(processes, "registry", server.url())
-    elif request.param == "dns+srv":
+    elif request.param == "dns and dns+srv":
         with NameServer() as names:
-            yield Grown(processes, "dns+srv", f"file://{quick_path}/claims", names)
+            yield Grown(processes, "dns", f"file://{quick_path}/claims", names)
     else:
         yield Grown(processes, request.param.split()[0], f"file://{quick_path}/claims")
 

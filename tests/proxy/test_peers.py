@@ -20,7 +20,8 @@ from app.fleet.naming import Naming, Spot
 from app.fleet.policies import least, rendezvous
 from app.http.client import client_protocol
 from app.sessions.claims import StoreState
-from app.sessions.peers import Ask, Door, Known, Patience, Peer, Peers
+from app.sessions.door import Door
+from app.sessions.peers import Ask, Known, Patience, Peer, Peers
 from backends.base import ClaimValue
 from backends.memory import MemoryStore
 from tests.support.fakes import ScriptedStore

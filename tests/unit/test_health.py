@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +103,13 @@ class Worker:
         ("G s5", SUSPECT),
         ("G s(9.5)5", SUSPECT),
         ("G s(10)5", UP),  # no news any more
+        ("G 5s", SUSPECT),  # whichever comes first
+        ("G 5(9.5)s", SUSPECT),
+        ("G 5(10)s", UP),
+        ("G 5+s", UP),
+        ("G 55f", UP),
+        ("G sf5", SUSPECT),
+        ("G s(10)f5", UP),
         ("G sw5", UP),  # there it serves again
         ("G sws5", SUSPECT),
         ("G t5", UP),  # nobody says that it fails
@@ -170,28 +178,36 @@ def test_without_probes(events: str, state: State) -> None:
     assert Worker(probed=False).see(events) is state
 
 
+def due(worker: Worker, *, cheap: bool = True) -> bool:
+    return worker.health.trial_due(worker.now, cheap=cheap)
+
+
 def test_who_is_suspected_by_its_turns_is_up_by_a_turn_and_probes() -> None:
     worker = Worker()
     worker.see("G 555(1)5(4)")
     assert worker.state is DOWN
-    assert not worker.health.trial_due(worker.now)
+    assert not due(worker)
     worker.see("GG")
-    assert not worker.health.trial_due(worker.now)  # five seconds after the last failure
+    assert not due(worker)  # five seconds after the last failure
     worker.see("(1)")
-    assert worker.health.trial_due(worker.now)
+    assert due(worker)
     worker.health.trial_begun()
-    assert not worker.health.trial_due(worker.now)  # one at a time
-    assert worker.see("5(9.5)") is DOWN
-    assert not worker.health.trial_due(worker.now)  # ten seconds after that
+    assert not due(worker)  # one at a time
+    assert worker.see("5(7)") is DOWN
+    assert not due(worker)  # one and a half as long after that
     worker.see("(0.5)B")
-    assert not worker.health.trial_due(worker.now)  # its probes do not agree
+    assert not due(worker)  # its probes do not agree
     worker.see("GG")
-    assert worker.health.trial_due(worker.now)
+    assert due(worker)
+    assert not due(worker, cheap=False)  # ten seconds, where little is placed beside it
+    worker.see("(2.5)")
+    assert due(worker, cheap=False)
     worker.health.trial_begun()
     assert worker.see("+") is UP
 
 
-def test_who_is_silent_is_given_no_more_turns_to_try_than_who_fails_them_at_once() -> None:
+@pytest.mark.parametrize("cheap", [True, False])
+def test_who_is_silent_is_given_no_more_turns_to_try_than_who_fails_them_at_once(cheap: bool) -> None:
     """Of a trial that it has not answered nobody knows yet how it ends."""
     given: dict[bool, list[float]] = {}
     for silent in (False, True):
@@ -200,13 +216,14 @@ def test_who_is_silent_is_given_no_more_turns_to_try_than_who_fails_them_at_once
         began = worker.now
         given[silent] = []
         while worker.now < began + 100:
-            if worker.health.trial_due(worker.now):
+            if due(worker, cheap=cheap):
                 given[silent].append(worker.now - began)
                 worker.health.trial_begun()
                 if not silent:
                     worker.see("5")
             worker.see("(0.5)")
-    assert given[True] == given[False] == [5, 15, 35, 65, 95]
+    assert given[True] == [5, 15, 35, 65, 95]
+    assert given[False] == ([5 + 7.5 * number for number in range(13)] if cheap else given[True])
     assert worker.health.on_trial
     assert worker.see("+") is UP  # it only took its time
 
@@ -216,58 +233,94 @@ def tell(others: list[Worker], word: Word) -> None:
         other.health.heard(word)
 
 
-def test_replicas_that_tell_each_other_give_a_suspected_worker_fewer_turns_to_try_than_each_alone_would() -> None:
-    replicas = [Worker(probed=False) for _ in range(3)]
+def who_tell_each_other(count: int) -> list[Worker]:
+    """Replicas that see one worker, and suspect it."""
+    replicas = [Worker(probed=False) for _ in range(count)]
     for replica in replicas:
-        others = [each for each in replicas if each is not replica]
-        replica.health.told = functools.partial(tell, others)
-    first = replicas[0]
+        replica.health.told = functools.partial(tell, [each for each in replicas if each is not replica])
+    for replica in replicas:
+        replica.see("555")
+    return replicas
+
+
+def pass_on(replicas: list[Worker]) -> None:
+    for each in replicas:
+        each.see("(0.5)")
+
+
+def test_what_one_replica_finds_sick_is_suspected_by_the_others_at_its_next_failure() -> None:
+    replicas = [Worker(probed=False) for _ in range(3)]
+    first, *others = replicas
+    first.health.told = functools.partial(tell, others)
     first.see("555")
-    assert all(other.health.burden.penalty(1000.0) == 8.0 for other in replicas[1:])  # as if two had failed here
-    for other in replicas[1:]:
+    assert all(other.health.burden.penalty(1000.0) == 8.0 for other in others)  # as if two had failed here
+    for other in others:
         assert other.state is UP
         assert other.see("5") is SUSPECT
-    given = []
-    for number in range(200):
-        replica = replicas[number % 3]  # whoever has a turn for it
-        if replica.health.trial_due(replica.now):
-            given.append(replica.now - 1000)
-            replica.health.trial_begun()
-            replica.see("5")
-        for each in replicas:
-            each.see("(0.5)")
-    assert given[:2] == [5, 10], "the first one put off the others'"
-    assert len(given) < 3 * 5, "each alone gives it five"
-    first.see("(60)")
-    replicas[1].now = replicas[2].now = first.now
-    assert first.health.trial_due(first.now)
-    first.health.trial_begun()
-    assert first.see("+") is UP
-    assert all(other.health.trial_due(other.now) and other.state is not UP for other in replicas[1:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 6])
+@pytest.mark.parametrize("cheap", [True, False])
+def test_many_replicas_that_tell_each_other_give_a_sick_worker_hardly_more_turns_to_try_than_one(
+    count: int, cheap: bool
+) -> None:
+    """They take turns; and where turns are many, hardly any time passes without one."""
+    replicas = who_tell_each_other(count)
+    given: dict[int, list[float]] = {number: [] for number in range(count)}
+    for tick in range(240):
+        for number in range(count):
+            replica = replicas[(number + tick) % count]  # whoever has a turn for it
+            if due(replica, cheap=cheap):
+                given[(number + tick) % count].append(replica.now - 1000)
+                replica.health.trial_begun()
+                replica.see("5")
+        pass_on(replicas)
+    every = sorted(at for each in given.values() for at in each)
+    assert every[0] == 5
+    assert all(given.values())
+    assert len(every) <= (30 if cheap else 8)
+    assert max(after - before for before, after in itertools.pairwise(every)) <= (7.5 if cheap else 30)
+
+
+@pytest.mark.parametrize("relapses", [0, 2])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_who_is_well_again_is_up_at_all_replicas_soon(count: int, relapses: int) -> None:
+    """However long it was sick: 8 s at most, and at most 6 in the mean."""
+    took = []
+    for sick_for in range(1, 81, 4):
+        replicas = who_tell_each_other(count)
+        for _ in range(relapses):
+            for replica in replicas:
+                replica.see("+" * 8)
+                assert replica.state is UP
+            for replica in replicas:
+                replica.see("555")
+        began = replicas[0].now
+        while any(replica.state is not UP for replica in replicas):
+            for replica in replicas:
+                if replica.state is not UP and due(replica):
+                    replica.health.trial_begun()
+                    replica.see("5" if replica.now < began + sick_for / 2 else "+")
+            if any(replica.state is not UP and not due(replica) for replica in replicas):
+                pass_on(replicas)
+        took.append(replicas[0].now - began - sick_for / 2)
+    assert max(took) <= 8
+    assert sum(took) / len(took) <= 6
 
 
 @pytest.mark.parametrize("fail", [1, 3])
 def test_a_replica_whose_way_to_a_worker_is_bad_keeps_nobody_else_from_trying_it(fail: int) -> None:
-    *failing, well = replicas = [Worker(probed=False) for _ in range(fail + 1)]
-    for replica in replicas:
-        replica.health.told = functools.partial(tell, [each for each in replicas if each is not replica])
-    for replica in failing:
-        replica.see("555")
-    for each in replicas:
-        each.see("(0.5)")
-    assert well.see("5") is SUSPECT
-    while True:
+    *failing, well = replicas = who_tell_each_other(fail + 1)
+    while not due(well):
         for replica in failing:  # has turns for it at any time
-            if replica.health.trial_due(replica.now):
+            if due(replica):
                 replica.health.trial_begun()
                 replica.see("5")
-        if well.health.trial_due(well.now):
-            break
-        assert well.now < 1010, "put off once"
-        for each in replicas:
-            each.see("(0.5)")
+        pass_on(replicas)
+        assert well.now <= 1000 + 5 * len(replicas), "it is its turn before any other's second"
     well.health.trial_begun()
     assert well.see("+") is UP
+    assert all(due(replica) for replica in failing)
 
 
 def test_who_relapses_must_prove_more_each_time() -> None:

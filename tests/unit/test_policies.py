@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +12,7 @@ import pytest
 
 from app.errors import TurnError
 from app.fleet.candidates import Candidates
-from app.fleet.health import Tolerance
+from app.fleet.health import Tolerance, Word
 from app.fleet.loads import SHARES, WORD_STANDS, Lately
 from app.fleet.policies import POLICIES, Policy, by_cache, direct, least, least_loaded, rendezvous, round_robin
 from app.fleet.workers import Fleet, Target, Worker, make_worker
@@ -65,6 +66,11 @@ class Placing:
     @property
     def targets(self) -> list[Target]:
         return [target for worker in self.fleet for target in worker.targets]
+
+    def worker(self, name: str) -> Worker:
+        worker = self.fleet.worker(name)
+        assert worker is not None
+        return worker
 
     def __call__(self) -> Target:
         target = self.policy(self.fleet.candidates())
@@ -387,57 +393,67 @@ def test_who_failed_all_and_may_not_be_suspected_is_tried_now_and_then() -> None
 
 
 class Crowd:
-    """Clients in the order of time: some at each of two replicas, each with a new session when the turn of its last one
-    has ended."""
+    """Clients in the order of time: some at each of a few replicas, each with a new session when the turn of its last
+    one has ended."""
 
-    def __init__(self, seed: int, how: str, lasts: tuple[float, float] = (0.001, 0.02)) -> None:
-        """`how` worker w0 is sick, once it is; turns last from so many seconds to so many."""
+    def __init__(
+        self, seed: int, how: str, lasts: tuple[float, float] = (0.001, 0.02), *, replicas: int = 2, tell: bool = False
+    ) -> None:
+        """`how` worker w0 is sick, once it is; turns last from so many seconds to so many. `tell`: replicas hear
+        of each other's failures a few milliseconds later."""
         self.rng, self.how, self.lasts = Random(seed), how, lasts
-        self.both = [Placing(owing=True), Placing(owing=True)]
-        self.ends: list[tuple[float, int, Placing, Target, bool]] = []
+        self.replicas = [Placing(owing=True) for _ in range(replicas)]
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.now = 1000.0
-        self.lately = [[Lately[Target](worker, self.now) for worker in each.fleet] for each in self.both]
-        self.words: list[tuple[float, int]] = []
-        """When each says what it has; if it does."""
+        self.lately = [[Lately[Target](worker, self.now) for worker in each.fleet] for each in self.replicas]
         self.sick = False
-        self.begun = self.failed = 0
+        self.begun = self.failed = self.numbered = self.running = self.last = 0
+        for place in self.replicas:
+            if tell:
+                place.fleet.tell = functools.partial(self.tell, place)
 
-    def run(self, turns: int, *, clients: int = 30, until_idle: bool = True) -> None:
-        last = self.begun + turns
-        while len(self.ends) < clients:
-            self.begin(self.both[self.begun % 2])
-        while self.ends and (until_idle or self.begun < last):
-            if self.words and self.words[0][0] < self.ends[0][0]:
-                self.now, number = heapq.heappop(self.words)
-                self.say(number)
-                continue
-            self.now, _, place, target, fails = heapq.heappop(self.ends)
-            place.clock.now = self.now
-            target.in_flight -= 1
-            target.spent += self.now
-            target.worker.cells.turns["worker_error" if fails else "completed", 0] += 1
-            if fails:
-                self.failed += 1
-                target.worker.health.failed("status 500")
-            else:
-                target.worker.health.good += 1
-            if self.begun < last:
-                self.begin(place)
+    def run(self, turns: int, *, clients: int = 30, until_idle: bool = True, within: float = 0.0) -> None:
+        """The clients begin `within` so many seconds, one after the other."""
+        self.last = self.begun + turns
+        coming = max(0, clients - self.running)
+        self.running += coming
+        for number in range(coming):
+            begin = functools.partial(self.begin, self.replicas[(self.begun + number) % len(self.replicas)])
+            self.at(self.now + within * number / coming, begin)
+        while self.events and (until_idle or self.begun < self.last):
+            self.now, _, happens = heapq.heappop(self.events)
+            happens()
 
-    def same(self) -> Iterable[tuple[Target, Target]]:
-        return zip(*(each.targets for each in self.both), strict=True)
+    def at(self, when: float, happens: Callable[[], None]) -> None:
+        heapq.heappush(self.events, (when, self.numbered, happens))
+        self.numbered += 1
+
+    def same(self) -> Iterable[tuple[Target, ...]]:
+        return zip(*(each.targets for each in self.replicas), strict=True)
 
     def rest(self, seconds: float) -> None:
         self.now += seconds
-        for place in self.both:
+        for place in self.replicas:
             place.clock.now = self.now
 
     def say(self, number: int) -> None:
-        here, there = self.both[number], self.both[1 - number]
+        """To the other one of two."""
+        here, there = self.replicas[number], self.replicas[1 - number]
         here.clock.now = there.clock.now = self.now
         told = (turns for each in self.lately[number] for turns in each.tell(self.now))
         each = zip(told, here.targets, there.targets, strict=True)
         there.fleet.heard(f"{number}", {other: (turns, mine.sessions) for turns, mine, other in each})
+
+    def tell(self, place: Placing, worker: Worker, word: Word) -> None:
+        for other in self.replicas:
+            if other is not place:
+                self.at(
+                    self.now + self.rng.uniform(0.002, 0.005), functools.partial(self.hear, other, worker.name, word)
+                )
+
+    def hear(self, place: Placing, worker: str, word: Word) -> None:
+        place.clock.now = self.now
+        place.worker(worker).health.heard(word)
 
     def begin(self, place: Placing) -> None:
         place.clock.now = self.now
@@ -448,8 +464,23 @@ class Crowd:
         takes = self.rng.uniform(*self.lasts)
         if fails:
             takes = {"fails at once": 0.001, "fails": takes, "fails late": 0.2, "is silent": 3.0}[self.how]
-        heapq.heappush(self.ends, (self.now + takes, self.begun, place, target, fails))
+        self.at(self.now + takes, functools.partial(self.end, place, target, fails))
         self.begun += 1
+
+    def end(self, place: Placing, target: Target, fails: bool) -> None:
+        place.clock.now = self.now
+        target.in_flight -= 1
+        target.spent += self.now
+        target.worker.cells.turns["worker_error" if fails else "completed", 0] += 1
+        if fails:
+            self.failed += 1
+            target.worker.health.failed("status 500")
+        else:
+            target.worker.health.good += 1
+        if self.begun < self.last:
+            self.begin(place)
+        else:
+            self.running -= 1
 
 
 @pytest.mark.parametrize("how", ["fails at once", "fails", "fails late", "is silent"])
@@ -471,6 +502,22 @@ def test_a_sick_worker_costs_no_more_than_its_share_of_what_comes_at_once(how: s
         assert crowd.failed <= 20, seed
 
 
+@pytest.mark.parametrize(("replicas", "failed"), [(2, 4), (4, 6)])
+@pytest.mark.parametrize("before", [0, 60])
+def test_who_fails_at_once_is_given_little_more_when_any_replica_has_seen_it(
+    replicas: int, failed: int, before: int
+) -> None:
+    """Of what comes one after the other, within the time that a turn takes."""
+    for seed in range(6):
+        crowd = Crowd(seed, "fails at once", (0.005, 0.03), replicas=replicas, tell=True)
+        if before:
+            crowd.run(before)
+            crowd.rest(2.0)
+        crowd.sick = True
+        crowd.run(150, within=0.03)
+        assert crowd.failed <= failed, seed
+
+
 # -- two replicas
 
 
@@ -487,7 +534,8 @@ def test_what_the_other_had_in_the_midst_of_a_burst_does_not_decide_where_the_ne
         for number in range(2):
             crowd.say(number)
         crowd.rest(BEAT / 2)
-        crowd.words = sorted((crowd.now + crowd.rng.uniform(0, 3 * lasts[1]), number) for number in range(2))
+        for number in range(2):
+            crowd.at(crowd.now + crowd.rng.uniform(0, 3 * lasts[1]), functools.partial(crowd.say, number))
         crowd.run(300, clients=100)
         crowd.rest(BEAT / 4)
         before = [sum(target.sessions for target in same) for same in crowd.same()]

@@ -249,26 +249,30 @@ def test_failing_fast_attracts_nothing() -> None:
             placed += 1
             sick.worker.health.failed("status 500")
         clock.now += 0.01
-    assert placed == 3  # at 0, 4 and 8 turns of penalty; 12 decay to the other's 10 in 1.3 s
+    assert placed == 1  # it owes an answer, and may be given the next one when it has had a second for it
     clock.now += 60
     assert least_loaded(fleet.candidates()) is sick  # forgotten
     assert workers["a"].burden == 0.0
 
 
-def test_a_suspected_worker_is_tried_now_and_then() -> None:
+@pytest.mark.parametrize(
+    ("a_second", "tried"), [(1, [5, 15, 26, 37, 48, 59]), (10, [5, 12.5, 20, 27.5, 35, 42.5, 50, 57.5, 65])]
+)
+def test_a_suspected_worker_is_tried_now_and_then(a_second: int, tried: list[float]) -> None:
+    """Where little is placed less often, for each trial that fails is one of its turns."""
     clock = Clock()
     workers, fleet = of("ab", clock)
     (sick,), (well,) = workers["a"].targets, workers["b"].targets
     fail(sick.worker)
-    tried = []
-    for second in range(70):
+    began, found = clock.now, []
+    for number in range(70 * a_second):
+        clock.now = began + number / a_second
         target = least_loaded(fleet.candidates())
         fleet.note_placed(target)
         if target is sick:
-            tried.append(second)
+            found.append(clock.now - began)
             sick.worker.health.failed("status 500")
-        clock.now += 1
-    assert tried == [5, 15, 35, 65]
+    assert found == pytest.approx(tried)
     clock.now += 30
     assert list(fleet.candidates(trials=False)) == [well]
     assert set(fleet.candidates()) == {well, sick}
@@ -276,6 +280,26 @@ def test_a_suspected_worker_is_tried_now_and_then() -> None:
     sick.worker.health.good += 1
     sick.worker.health.served_well()
     assert sick.worker.state == "up"
+
+
+def test_many_suspected_workers_cost_no_more_trials_than_one() -> None:
+    """But for the first one of each."""
+    clock = Clock()
+    workers, fleet = of("abcdefgh", clock)
+    some = [workers[name] for name in "abcd"]
+    for worker in some:
+        fail(worker)
+    clock.now += 5
+    tried: list[str] = []
+    for _ in range(100):
+        target = least_loaded(fleet.candidates())
+        fleet.note_placed(target)
+        if target.worker in some:
+            tried.append(target.worker.name)
+            target.worker.health.failed("status 500")
+        clock.now += 0.4
+    assert set(tried) == set("abcd")
+    assert len(tried) <= 18  # one of them alone has six
 
 
 def test_only_looking_begins_no_trial() -> None:

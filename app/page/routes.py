@@ -87,7 +87,7 @@ def add_page(app: FastAPI, *, admins: Admins, overview: Overview) -> None:
         told = _told(overview, look, head=bool(request.scope.get("coatcheck.head")))
         return _Events(told, headers=HEADERS, sep="\n", send_timeout=_STALLED)
 
-    app.include_router(routes)
+    app.routes.extend(routes.routes)  # `include_router` makes them once more, in the loop
 
 
 class _Events(EventSourceResponse):

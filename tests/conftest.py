@@ -65,9 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What stands now stands until the end: thousands of tests and all that is imported. A full collection that walks
-    through it takes longer than most tests, and a test that runs one pays for that."""
+    through it takes longer than most tests, and a test that runs one pays for that. Of new objects it looks at as many
+    at once as in a router (`app.serve`)."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
 
 
 class TooLong(SystemExit):

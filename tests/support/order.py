@@ -60,10 +60,10 @@ def dealt(modules: Sequence[str], parts: int) -> list[int]:
     seconds = [0] * parts
     for group in sorted(TOGETHER, key=lambda group: -sum(group.values())):
         numbers = [number for module in group for number in tests.get(module, ())]
-        part = min(range(parts), key=seconds.__getitem__)
-        if len(begun[part]) + len(numbers) <= sizes[part]:
-            begun[part] += numbers
-            seconds[part] += sum(group.values())
+        least = min(range(parts), key=seconds.__getitem__)
+        if len(begun[least]) + len(numbers) <= sizes[least]:
+            begun[least] += numbers
+            seconds[least] += sum(group.values())
     placed = {number for part in begun for number in part}
     others = iter([number for number in range(len(modules)) if number not in placed])
     for part, size in zip(begun, sizes, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 
 class Trouble(Exception):
     """Keeps a command from going on. Each of `lines` is told its user as one line; `code`: 2 where the user asked
@@ -13,6 +15,7 @@ class Trouble(Exception):
         self.code = code
 
 
+@functools.cache
 def version() -> str:
     """Of the installed package; sources that are run without being installed do not know theirs."""
     import importlib.metadata  # costs more than all the rest of `coatcheck --help`

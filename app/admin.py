@@ -7,14 +7,17 @@ Looking up never creates or renews a claim. Lists name sessions by their hash on
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request
+from starlette.routing import BaseRoute
 
 from app.errors import TurnError, documented
 from app.fleet.catalog import Catalog
@@ -49,86 +52,110 @@ By = Annotated[str, Query(description="Who says so, for people.")]
 Hashed = Annotated[bool, Query(description="`session` is the hash that lists show.")]
 
 
-def add_admin(
-    app: FastAPI,
-    *,
-    fleet: Fleet,
-    discovery: Discovery,
-    catalog: Catalog,
-    operators: Operators,
-    affinity: Callable[[], Affinity],
-    hasher: KeyHasher,
-    admins: Admins,
-    replica: str,
-    replicas: Callable[[], Replicas],
-    ttl: float,
-) -> None:
-    """Register `/admin/...` on `app`. `affinity` and `replicas` are asked for when a request comes: they exist from the
-    start-up on."""
+@dataclass(frozen=True)
+class Administration:
+    """What the admin API tells of and acts on. `affinity` and `replicas` are asked for when a request comes: they exist
+    from the start-up on."""
 
-    def only_admins(request: Request) -> None:
-        host = request.client.host if request.client is not None else None
-        asks = admins.refusal if request.method in ("GET", "HEAD") else admins.refusal_to_act
-        refusal = asks(host, request.headers.raw)
-        if refusal is not None:
-            raise TurnError("forbidden", refusal)
+    fleet: Fleet
+    discovery: Discovery
+    catalog: Catalog
+    operators: Operators
+    affinity: Callable[[], Affinity]
+    hasher: KeyHasher
+    admins: Admins
+    replica: str
+    replicas: Callable[[], Replicas]
+    ttl: float
 
-    routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)], responses=documented("forbidden"))
+    def key_of(self, session: str, agent: str, tenant: str, hashed: bool) -> str:
+        if hashed:
+            if not _DIGITS_LEAST <= len(session) <= _KEY_LENGTH or set(session) - set("0123456789abcdef"):
+                why = f"a session's hash is {_KEY_LENGTH} hex digits, or the first {_DIGITS_LEAST} of them or more"
+                raise TurnError("invalid_session_id", why, param="session")
+            return session if len(session) == _KEY_LENGTH else self._the_one(session)
+        parts = [free_id(part) for part in (session, agent) if part.strip()]
+        if not parts:
+            raise TurnError("invalid_session_id", "a session id is not empty", param="session")
+        return self.hasher.key(tenant.encode(), *parts)
 
-    def the_one(digits: str) -> str:
+    def _the_one(self, digits: str) -> str:
         """Of the sessions that this replica holds. The store cannot be searched for it."""
-        found = [view.key for view in affinity().page(digits, 2) if view.key.startswith(digits)]
+        found = [view.key for view in self.affinity().page(digits, 2) if view.key.startswith(digits)]
         if len(found) == 1:
             return found[0]
         why = "more than one session has" if found else "no session that this replica holds has"
         remedy = "give more digits" if found else f"ask another replica, or give all {_KEY_LENGTH} digits"
         raise TurnError("not_found", f"{why} a hash that begins with {digits}; {remedy}", param="session")
 
-    def key_of(session: str, agent: str, tenant: str, hashed: bool) -> str:
-        if hashed:
-            if not _DIGITS_LEAST <= len(session) <= _KEY_LENGTH or set(session) - set("0123456789abcdef"):
-                why = f"a session's hash is {_KEY_LENGTH} hex digits, or the first {_DIGITS_LEAST} of them or more"
-                raise TurnError("invalid_session_id", why, param="session")
-            return session if len(session) == _KEY_LENGTH else the_one(session)
-        parts = [free_id(part) for part in (session, agent) if part.strip()]
-        if not parts:
-            raise TurnError("invalid_session_id", "a session id is not empty", param="session")
-        return hasher.key(tenant.encode(), *parts)
+
+def add_admin(app: FastAPI, administration: Administration) -> None:
+    """Register `/admin/...` on `app`."""
+    app.state.administration = administration
+    app.routes.extend(_routes())  # `include_router` makes them once more, in the loop
+
+
+def _administration(request: Request) -> Administration:
+    """Of the app that was asked."""
+    it: Administration = request.app.state.administration
+    return it
+
+
+It = Annotated[Administration, Depends(_administration)]
+
+
+@functools.cache
+def _routes() -> list[BaseRoute]:
+    """Of every app in this process: making them takes as long as most of what else a start does."""
+
+    def only_admins(request: Request, it: It) -> None:
+        host = request.client.host if request.client is not None else None
+        asks = it.admins.refusal if request.method in ("GET", "HEAD") else it.admins.refusal_to_act
+        refusal = asks(host, request.headers.raw)
+        if refusal is not None:
+            raise TurnError("forbidden", refusal)
+
+    routes = APIRouter(prefix="/admin", dependencies=[Depends(only_admins)], responses=documented("forbidden"))
 
     @routes.get("/session", summary="One session, by its id", responses=documented("not_found", *_OF_A_SESSION))
-    async def show(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, Any]:
-        view = await affinity().look_up(key_of(session, agent, tenant, hashed))
+    async def show(
+        it: It, session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False
+    ) -> dict[str, Any]:
+        view = await it.affinity().look_up(it.key_of(session, agent, tenant, hashed))
         if view.source == "none":
             raise TurnError("not_found", "no such session is bound", param="session")
-        return _spoken(view, replica, ttl)
+        return _spoken(view, it.replica, it.ttl)
 
     @routes.delete("/session", summary="Close one session, by its id", responses=documented(*_OF_A_SESSION))
-    async def close(session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False) -> dict[str, str]:
-        key = key_of(session, agent, tenant, hashed)
-        return {"session": key, "outcome": await affinity().end(key)}
+    async def close(
+        it: It, session: Session, agent: Agent = "", tenant: Tenant = "", hashed: Hashed = False
+    ) -> dict[str, str]:
+        key = it.key_of(session, agent, tenant, hashed)
+        return {"session": key, "outcome": await it.affinity().end(key)}
 
     @routes.get("/sessions", summary="The sessions that this replica holds", responses=documented("invalid_request"))
     async def sessions(
+        it: It,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         after: Annotated[str, Query(description="The last hash of the page before.")] = "",
         worker: Annotated[str, Query(description="Only those at this worker.")] = "",
     ) -> dict[str, Any]:
         """In the order of their hashes. Another replica may hold others; all of them stand in the claim store."""
-        page = affinity().page(after, limit + 1, worker)
-        counts = affinity().census()
+        page = it.affinity().page(after, limit + 1, worker)
+        counts = it.affinity().census()
         return {
-            "replica": replica,
-            "sessions": [_spoken(view, replica, ttl) for view in page[:limit]],
+            "replica": it.replica,
+            "sessions": [_spoken(view, it.replica, it.ttl) for view in page[:limit]],
             "next": page[limit - 1].key if len(page) > limit else None,
             "total": counts.total(),
-            "by_worker": {entry.name: counts[entry.name] for entry in fleet},
+            "by_worker": {entry.name: counts[entry.name] for entry in it.fleet},
         }
 
     @routes.get("/workers", summary="The workers that this replica uses")
-    async def workers() -> dict[str, Any]:
-        counts, now = affinity().census(), time.monotonic()
+    async def workers(it: It) -> dict[str, Any]:
+        counts, now = it.affinity().census(), time.monotonic()
         return {
-            "replica": replica,
+            "replica": it.replica,
             "workers": [
                 {
                     "name": worker.name,
@@ -147,7 +174,7 @@ def add_admin(
                         for target in worker.targets
                         if target.rank is not None
                     ],
-                    "models": catalog.models_of(worker.name),
+                    "models": it.catalog.models_of(worker.name),
                     "sessions": counts[worker.name],
                     "connections": worker.pool.open,
                     "burden": round(worker.burden, 1),
@@ -157,32 +184,33 @@ def add_admin(
                     "last_error_seconds": _ago(now, worker.health.errors.last_at),
                     "probe": None if worker.health.probe is None else worker.health.probe.value,
                     "mark": worker.mark,
-                    "gone_in_seconds": discovery.seconds_left(worker),
-                    "source": discovery.source_of(worker.name),
+                    "gone_in_seconds": it.discovery.seconds_left(worker),
+                    "source": it.discovery.source_of(worker.name),
                     "incarnation": worker.spec.incarnation if worker.spec is not None else "",
                     "labels": worker.spec.labels if worker.spec is not None else {},
-                    **_word(discovery.mark_of(worker.name)),
+                    **_word(it.discovery.mark_of(worker.name)),
                 }
-                for worker in fleet
+                for worker in it.fleet
             ],
-            "differences": replicas().differing(),
+            "differences": it.replicas().differing(),
             "absent": [
                 {"name": each.name, "url": each.url, "mark": each.mark.state, **_word(each.mark)}
-                for each in operators.absent()
+                for each in it.operators.absent()
             ],
             "sources": [
                 {"source": label, "workers": count, "trouble": trouble or None}
-                for label, count, trouble in discovery.overview()
+                for label, count, trouble in it.discovery.overview()
             ],
-            "marks_trouble": (discovery.marks.trouble if discovery.marks is not None else "") or None,
+            "marks_trouble": (it.discovery.marks.trouble if it.discovery.marks is not None else "") or None,
         }
 
     @routes.get("/replicas", summary="The replicas of this store, and in what they differ from this one")
-    async def all_replicas() -> dict[str, Any]:
-        return {"replica": replica, "replicas": replicas().view()}
+    async def all_replicas(it: It) -> dict[str, Any]:
+        return {"replica": it.replica, "replicas": it.replicas().view()}
 
     @routes.post("/workers", summary="Name a worker, for all replicas", responses=documented(*_OF_A_MARK))
     async def add(
+        it: It,
         request: Request,
         worker: Annotated[str, Query(description="URL[,name=NAME][,dp=RANKS][,phase=PHASE][,handover=ENGINE]")],
         by: By = "",
@@ -191,23 +219,23 @@ def add_admin(
             spec = worker_spec(worker)
         except WorkerError as error:
             raise TurnError("invalid_request", str(error), param="worker") from None
-        return _marked(spec.name, await operators.add(spec, by=_who(by, request)))
+        return _marked(spec.name, await it.operators.add(spec, by=_who(by, request)))
 
     @routes.post(
         "/workers/{name:path}/release",
         summary="Close the sessions that this replica knows at a worker",
-        responses=documented("unknown_worker"),
+        responses=documented("unknown_worker", "not_found"),
     )
-    async def release(name: str) -> dict[str, Any]:
+    async def release(it: It, name: str) -> dict[str, Any]:
         """At most 1000, by their hashes; `left` says how many there are still. Their next turns place them anew, so a
         worker that should not get them back is cordoned first. A session with turns here ends with the last of them."""
-        if fleet.worker(name) is None:
+        if it.fleet.worker(name) is None:
             raise TurnError("unknown_worker", f"nobody here knows a worker called {name}", param="name")
-        keys = [view.key for view in affinity().page("", _RELEASED_AT_ONCE, name)]
+        keys = [view.key for view in it.affinity().page("", _RELEASED_AT_ONCE, name)]
         waiting = iter(keys)
 
         async def end() -> list[str]:
-            return [await affinity().end(key) for key in waiting]
+            return [await it.affinity().end(key) for key in waiting]
 
         outcomes = Counter(itertools.chain(*await asyncio.gather(*(end() for _ in range(_CLOSED_AT_ONCE)))))
         log.warning("worker %s: %d of its sessions were released", name, outcomes.total())
@@ -215,7 +243,7 @@ def add_admin(
             "worker": name,
             "released": outcomes.total() - outcomes["pending"],
             "pending": outcomes["pending"],
-            "left": affinity().census()[name],
+            "left": it.affinity().census()[name],
         }
 
     @routes.post(
@@ -224,16 +252,17 @@ def add_admin(
         responses=documented("unknown_worker", "not_found", *_OF_A_MARK),
     )
     async def mark(
+        it: It,
         request: Request,
         name: str,
         word: Literal["cordon", "uncordon", "drain", "remove"],
         deadline: Annotated[float, Query(ge=0, le=_LONGEST, description="Of drain: seconds; 0: sessions stay.")] = 0.0,
         by: By = "",
     ) -> dict[str, Any]:
-        said = await operators.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
+        said = await it.operators.mark(name, _STATES[word], by=_who(by, request), deadline=deadline)
         return _marked(name, said)
 
-    app.include_router(routes)
+    return routes.routes
 
 
 def _who(by: str, request: Request) -> str:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope, Send
 
 from app import version
-from app.admin import add_admin
+from app.admin import Administration, add_admin
 from app.config import MIB, Settings
 from app.control import add_control_plane
 from app.events import EventLog
@@ -54,7 +54,7 @@ from app.making import (
 from app.management import Management
 from app.metrics import USAGES_A_TICK, Metrics
 from app.overview import Overview
-from app.page.routes import add_page
+from app.page.routes import Page, add_page
 from app.record import hashes
 from app.replicas import Myself, Replicas
 from app.sessions.affinity import Affinity
@@ -495,9 +495,8 @@ def create_app(
         keyed=bool(settings.access.token),
         tenant_limit=settings.limits.max_turns_per_tenant,
     )
-    add_page(app.admin_side, admins=admins, overview=app.overview)
-    add_admin(
-        app.admin_side,
+    add_page(app.admin_side, Page(admins, app.overview))
+    administration = Administration(
         fleet=fleet,
         discovery=app.discovery,
         catalog=catalog,
@@ -509,6 +508,7 @@ def create_app(
         replicas=lambda: app.replicas,
         ttl=max(settings.store.session_ttl, settings.store.kept_ttl),
     )
+    add_admin(app.admin_side, administration)
     return app
 
 

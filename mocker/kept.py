@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import APIRouter, Request, Response
 from sse_starlette import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
 
 from mocker import wire
+from mocker.paths import Paths
 from mocker.responses import Responses
 from mocker.wire import RequestError
 
@@ -168,33 +170,36 @@ class Batches:
         )
 
 
-def routes(responses: Responses, new_id: Callable[[], str], answer: AnswerNow, seconds: float) -> APIRouter:
-    """The paths below `/v1` of all of them. `seconds`: how long a batch takes."""
-    router = APIRouter(prefix="/v1")
+def paths(responses: Responses, new_id: Callable[[], str], answer: AnswerNow, seconds: float) -> Paths:
+    """Those below `/v1` of all of them. `seconds`: how long a batch takes."""
+    paths = Paths("/v1")
     files = Files(new_id)
-    _serve_responses(router, responses)
-    _serve_conversations(router, responses)
-    _serve_files(router, files)
-    _serve_batches(router, Batches(files, new_id, answer, seconds))
-    return router
+    _serve_responses(paths, responses)
+    _serve_conversations(paths, responses)
+    _serve_files(paths, files)
+    _serve_batches(paths, Batches(files, new_id, answer, seconds))
+    return paths
 
 
-def _serve_responses(router: APIRouter, responses: Responses) -> None:
-    @router.get("/responses/{identity}")
-    async def retrieve(identity: str, stream: bool = False, starting_after: int = -1) -> Response:
+def _serve_responses(paths: Paths, responses: Responses) -> None:
+    @paths.get("/responses/{identity}")
+    async def retrieve(identity: str, request: Request) -> Response:
         kept = responses.find(identity)
-        if not stream:
+        if request.query_params.get("stream", "false").lower() != "true":
             return _json(kept.said)
         if not kept.said["background"]:
             raise RequestError(400, "Only a response of the background can be streamed.", param="stream")
-        return EventSourceResponse(kept.follow(starting_after + 1), sep="\n", ping=0)
+        after = request.query_params.get("starting_after", "-1")
+        if not after.removeprefix("-").isdecimal():
+            raise RequestError(400, "'starting_after' must be an integer.", param="starting_after")
+        return EventSourceResponse(kept.follow(int(after) + 1), sep="\n", ping=0)
 
-    @router.delete("/responses/{identity}")
+    @paths.delete("/responses/{identity}")
     async def delete(identity: str) -> Response:
         responses.delete(identity)
         return _json({"id": identity, "object": "response", "deleted": True})
 
-    @router.post("/responses/{identity}/cancel")
+    @paths.post("/responses/{identity}/cancel")
     async def cancel(identity: str) -> Response:
         kept = responses.find(identity)
         if not kept.said["background"]:
@@ -202,59 +207,59 @@ def _serve_responses(router: APIRouter, responses: Responses) -> None:
         kept.cancel()
         return _json(kept.said)
 
-    @router.get("/responses/{identity}/input_items")
+    @paths.get("/responses/{identity}/input_items")
     async def input_items(identity: str) -> Response:
         return _list(responses.find(identity).items)
 
 
-def _serve_conversations(router: APIRouter, responses: Responses) -> None:
+def _serve_conversations(paths: Paths, responses: Responses) -> None:
     conversations = responses.conversations
 
-    @router.post("/conversations")
+    @paths.post("/conversations")
     async def create(request: Request) -> Response:
         asked = _parse_items(await request.body() or b"{}")
         return _json(conversations.create(asked.items or [], asked.metadata or {}).as_json())
 
-    @router.get("/conversations/{identity}")
+    @paths.get("/conversations/{identity}")
     async def retrieve(identity: str) -> Response:
         return _json(conversations.find(identity).as_json())
 
-    @router.post("/conversations/{identity}")
+    @paths.post("/conversations/{identity}")
     async def update(identity: str, request: Request) -> Response:
         conversation = conversations.find(identity)
         conversation.metadata = _parse_items(await request.body()).metadata or {}
         return _json(conversation.as_json())
 
-    @router.delete("/conversations/{identity}")
+    @paths.delete("/conversations/{identity}")
     async def delete(identity: str) -> Response:
         conversations.delete(identity)
         return _json({"id": identity, "object": "conversation.deleted", "deleted": True})
 
-    @router.post("/conversations/{identity}/items")
+    @paths.post("/conversations/{identity}/items")
     async def add(identity: str, request: Request) -> Response:
         conversations.find(identity)
         return _list(conversations.extend(identity, _parse_items(await request.body()).items or []))
 
-    @router.get("/conversations/{identity}/items")
+    @paths.get("/conversations/{identity}/items")
     async def items(identity: str) -> Response:
         return _list(conversations.find(identity).items)
 
-    @router.get("/conversations/{identity}/items/{item}")
+    @paths.get("/conversations/{identity}/items/{item}")
     async def retrieve_item(identity: str, item: str) -> Response:
         for each in conversations.find(identity).items:
             if each["id"] == item:
                 return _json(each)
         raise RequestError(404, f"Item with id '{item}' not found.")
 
-    @router.delete("/conversations/{identity}/items/{item}")
+    @paths.delete("/conversations/{identity}/items/{item}")
     async def delete_item(identity: str, item: str) -> Response:
         conversation = conversations.find(identity)
         conversation.items = [each for each in conversation.items if each["id"] != item]
         return _json(conversation.as_json())
 
 
-def _serve_files(router: APIRouter, files: Files) -> None:
-    @router.post("/files")
+def _serve_files(paths: Paths, files: Files) -> None:
+    @paths.post("/files")
     async def upload(request: Request) -> Response:
         parts = _multipart(request.headers.get("content-type", ""), await request.body())
         if "file" not in parts:
@@ -263,38 +268,38 @@ def _serve_files(router: APIRouter, files: Files) -> None:
         _, purpose = parts.get("purpose", ("", b"user_data"))
         return _json(files.add(name, purpose.decode("utf-8", "replace"), content).as_json())
 
-    @router.get("/files")
+    @paths.get("/files")
     async def list_all() -> Response:
         return _list([file.as_json() for file in files.all()])
 
-    @router.get("/files/{identity}")
+    @paths.get("/files/{identity}")
     async def retrieve(identity: str) -> Response:
         return _json(files.find(identity).as_json())
 
-    @router.delete("/files/{identity}")
+    @paths.delete("/files/{identity}")
     async def delete(identity: str) -> Response:
         files.delete(identity)
         return _json({"id": identity, "object": "file", "deleted": True})
 
-    @router.get("/files/{identity}/content")
+    @paths.get("/files/{identity}/content")
     async def content(identity: str) -> Response:
         return Response(files.find(identity).content, media_type="application/octet-stream")
 
 
-def _serve_batches(router: APIRouter, batches: Batches) -> None:
-    @router.post("/batches")
+def _serve_batches(paths: Paths, batches: Batches) -> None:
+    @paths.post("/batches")
     async def create(request: Request) -> Response:
         return _json(batches.create(_parse_batch(await request.body())))
 
-    @router.get("/batches")
+    @paths.get("/batches")
     async def list_all() -> Response:
         return _list(batches.all())
 
-    @router.get("/batches/{identity}")
+    @paths.get("/batches/{identity}")
     async def retrieve(identity: str) -> Response:
         return _json(batches.find(identity))
 
-    @router.post("/batches/{identity}/cancel")
+    @paths.post("/batches/{identity}/cancel")
     async def cancel(identity: str) -> Response:
         return _json(batches.cancel(identity))
 

@@ -1,6 +1,6 @@
 """One mock worker as an ASGI app: `create_mock` is the only wiring.
 
-Turns go to `turns.TurnService` before Starlette sees them. FastAPI has the rest. What clients and operators call there
+Turns go to `turns.TurnService` before Starlette sees them, which has the rest. What clients and operators call there
 is a call: it is recorded and takes faults, as turns do. Probes (`/health`, `/v1/models`) are not recorded, and suffer
 the faults that say so; `/mock/...` is neither.
 """
@@ -14,13 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from mocker import identity, kept, messages, metrics, turns, wire
 from mocker.faults import Fault, FaultySend, reset_connection
+from mocker.paths import Paths
 from mocker.records import Call
 from mocker.settings import MockSettings
 from mocker.waiting import left_within
@@ -34,11 +36,11 @@ def create_mock(settings: MockSettings) -> MockWorker:
     return MockWorker(settings)
 
 
-class MockWorker(FastAPI):
+class MockWorker(Starlette):
     """The app of one mock worker. Long because each of its paths is a method."""
 
     def __init__(self, settings: MockSettings) -> None:
-        super().__init__(title=settings.name, openapi_url=None)
+        super().__init__()
         self.settings = settings
         self.turns = turns.TurnService(settings)
         self._name_header = (turns.NAME_HEADER.encode(), settings.name.encode())
@@ -46,10 +48,12 @@ class MockWorker(FastAPI):
         self._refuse: Callable[[float], None] = lambda seconds: None
         self._calls: deque[Call] = deque(maxlen=settings.history)
         service = self.turns
-        self._serve_api()
-        self._serve_management()
-        self.include_router(kept.routes(service.responses, service.new_id, service.answer_now, service.pace.ttft))
-        self._serve_mock_api()
+        paths = Paths()
+        self._serve_api(paths)
+        self._serve_management(paths)
+        self._serve_mock_api(paths)
+        own = kept.paths(service.responses, service.new_id, service.answer_now, service.pace.ttft)
+        self.routes.extend([*paths.routes, *own.routes])
         self._shape_errors()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -179,39 +183,39 @@ class MockWorker(FastAPI):
 
         return named
 
-    def _serve_api(self) -> None:
+    def _serve_api(self, paths: Paths) -> None:
         created = int(time.time())
         adapters = self.turns.adapters
 
         def described(model: str) -> dict[str, Any]:
             return {"id": model, "object": "model", "created": created, "owned_by": "mocker"}
 
-        @self.get("/v1/models")
+        @paths.get("/v1/models")
         async def list_models(request: Request) -> Response:
             self.turns.authorise(request.url.path, request.headers)
             return _json({"object": "list", "data": [described(each) for each in (*self.settings.models, *adapters)]})
 
-        @self.get("/v1/models/{model:path}/ready")
+        @paths.get("/v1/models/{model:path}/ready")
         async def ready(model: str) -> Response:
             return _json({"name": self.turns.check_model(model), "ready": True})
 
-        @self.get("/v1/models/{model:path}")
+        @paths.get("/v1/models/{model:path}")
         async def retrieve_model(model: str) -> Response:
             return _json(described(self.turns.check_model(model)))
 
-        @self.get("/health")
+        @paths.get("/health")
         async def health() -> Response:
             return _json({"status": "ok"})
 
-        @self.get("/metrics")
+        @paths.get("/metrics")
         async def engine_metrics() -> Response:
             return Response(metrics.exposition(self.turns), media_type="text/plain; version=0.0.4")
 
-    def _serve_management(self) -> None:
+    def _serve_management(self, paths: Paths) -> None:
         """Paths that change a worker. Adapters and sleep are remembered; the rest only leaves its record."""
         service = self.turns
 
-        @self.post("/v1/load_lora_adapter")
+        @paths.post("/v1/load_lora_adapter")
         async def load_adapter(request: Request) -> Response:
             name = _parse_adapter(await request.body()).lora_name
             if name in service.adapters:
@@ -219,7 +223,7 @@ class MockWorker(FastAPI):
             service.load_adapter(name)
             return Response(f"Success: LoRA adapter '{name}' added successfully.", media_type="text/plain")
 
-        @self.post("/v1/unload_lora_adapter")
+        @paths.post("/v1/unload_lora_adapter")
         async def unload_adapter(request: Request) -> Response:
             name = _parse_adapter(await request.body()).lora_name
             if name not in service.adapters:
@@ -227,39 +231,39 @@ class MockWorker(FastAPI):
             del service.adapters[name]
             return Response(f"Success: LoRA adapter '{name}' removed successfully.", media_type="text/plain")
 
-        @self.post("/sleep")
+        @paths.post("/sleep")
         async def sleep() -> Response:
             self._asleep = True
             return Response()
 
-        @self.post("/wake_up")
+        @paths.post("/wake_up")
         async def wake_up() -> Response:
             self._asleep = False
             return Response()
 
-        @self.get("/is_sleeping")
+        @paths.get("/is_sleeping")
         async def is_sleeping() -> Response:
             return _json({"is_sleeping": self._asleep})
 
-        @self.post("/reset_prefix_cache")
+        @paths.post("/reset_prefix_cache")
         async def reset_prefix_cache() -> Response:
             """As in vLLM it is 200 when nothing is done, since something runs."""
             for rank in service.ranks:
                 rank.clear()
             return Response()
 
-        @self.post("/collective_rpc")
+        @paths.post("/collective_rpc")
         async def collective_rpc() -> Response:
             return _json({"results": [None]})
 
-        @self.api_route("/v1/internal/{rest:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        @paths.of("/v1/internal/{rest:path}", "GET", "POST", "PUT", "PATCH", "DELETE")
         async def internal(rest: str) -> Response:
             return _json({"status": "ok"})
 
-    def _serve_mock_api(self) -> None:
+    def _serve_mock_api(self, paths: Paths) -> None:
         log, cache, faults = self.turns.log, self.turns.cache, self.turns.faults
 
-        @self.get("/mock/state")
+        @paths.get("/mock/state")
         async def state() -> Response:
             said = {"name": self.settings.name, "active": log.active, "sessions": len(cache), "served": log.served}
             handover = self.turns.between_workers
@@ -273,33 +277,34 @@ class MockWorker(FastAPI):
                 }
             return _json(said)
 
-        @self.get("/mock/engine")
+        @paths.get("/mock/engine")
         async def engine() -> Response:
             return _json({"ranks": metrics.state(self.turns)})
 
-        @self.get("/mock/turns")
-        async def list_turns(session: str | None = None) -> Response:
-            return _json({"turns": log.turns(session)})
+        @paths.get("/mock/turns")
+        async def list_turns(request: Request) -> Response:
+            return _json({"turns": log.turns(request.query_params.get("session"))})
 
-        @self.delete("/mock/turns")
+        @paths.delete("/mock/turns")
         async def clear_turns() -> Response:
             return _json({"cleared": log.clear()})
 
-        @self.get("/mock/calls")
-        async def list_calls(path: str | None = None) -> Response:
+        @paths.get("/mock/calls")
+        async def list_calls(request: Request) -> Response:
+            path = request.query_params.get("path")
             return _json({"calls": [call for call in self._calls if path in (None, call.path)]})
 
-        @self.delete("/mock/calls")
+        @paths.delete("/mock/calls")
         async def clear_calls() -> Response:
             cleared = len(self._calls)
             self._calls.clear()
             return _json({"cleared": cleared})
 
-        @self.get("/mock/faults")
+        @paths.get("/mock/faults")
         async def list_faults() -> Response:
             return _json({"faults": faults.pending()})
 
-        @self.post("/mock/faults")
+        @paths.post("/mock/faults")
         async def order_fault(request: Request) -> Response:
             try:
                 self.order(msgspec.json.decode(await request.body(), type=Fault))
@@ -307,24 +312,23 @@ class MockWorker(FastAPI):
                 raise RequestError(400, str(error)) from error
             return _json({"faults": faults.pending()})
 
-        @self.delete("/mock/faults")
+        @paths.delete("/mock/faults")
         async def clear_faults() -> Response:
             faults.clear()
             return _json({"faults": []})
 
     def _shape_errors(self) -> None:
-        @self.exception_handler(RequestError)
-        async def on_request_error(request: Request, error: RequestError) -> Response:
+        async def on_request_error(request: Request, error: Exception) -> Response:
+            assert isinstance(error, RequestError)
             return _shaped(request.url.path, error)
 
-        @self.exception_handler(RequestValidationError)
-        async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
-            return _shaped(request.url.path, RequestError(400, str(error)))
-
-        @self.exception_handler(HTTPException)
-        async def on_http_exception(request: Request, error: HTTPException) -> Response:
+        async def on_http_exception(request: Request, error: Exception) -> Response:
+            assert isinstance(error, HTTPException)
             message = f"{error.detail}: {request.method} {request.url.path}"
             return _shaped(request.url.path, RequestError(error.status_code, message, headers=error.headers))
+
+        self.add_exception_handler(RequestError, on_request_error)
+        self.add_exception_handler(HTTPException, on_http_exception)
 
 
 class _Adapter(msgspec.Struct):

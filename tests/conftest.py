@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.order import dealt
+
 # Tests of the etcd store run gRPC in this process, tests beside them start processes: gRPC's own handling of a fork
 # ends the child now and then before it has become the program that was meant.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
@@ -54,11 +56,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                 importlib.import_module(f"{tests.name}.{file.parent.name}.{file.stem}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    parts = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if parts > 1:
+        items[:] = [items[number] for number in dealt([item.nodeid.partition("::")[0] for item in items], parts)]
+
+
 def pytest_collection_finish() -> None:
     """What stands now stands until the end: thousands of tests and all that is imported. A full collection that walks
-    through it takes longer than most tests, and a test that runs one pays for that."""
+    through it takes longer than most tests, and a test that runs one pays for that. Of new objects it looks at as many
+    at once as in a router (`app.serve`)."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, *gc.get_threshold()[1:])
 
 
 class TooLong(SystemExit):

@@ -6,15 +6,18 @@ opens a page. Every URL in them is relative, because a proxy may have put a pref
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.resources
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from app.errors import TurnError, documented
@@ -46,25 +49,43 @@ _STALLED = 30.0
 _encode = msgspec.json.Encoder().encode
 
 
-def add_page(app: FastAPI, *, admins: Admins, overview: Overview) -> None:
-    """Register `/admin/`, what it loads, and `/admin/stream`."""
+@dataclass(frozen=True)
+class Page:
+    admins: Admins
+    overview: Overview
 
-    def whole(request: Request) -> bool:
+    def whole(self, request: Request) -> bool:
         """Whether to show all of it. Raises TurnError where there is nothing to be shown at all."""
         host = request.client.host if request.client is not None else None
-        refusal = admins.refusal_to_look(host, request.headers.raw)
+        refusal = self.admins.refusal_to_look(host, request.headers.raw)
         if refusal is not None:
             raise TurnError("forbidden", refusal)
-        return admins.allows(host, request.headers.raw)
+        return self.admins.allows(host, request.headers.raw)
 
+
+def add_page(app: FastAPI, page: Page) -> None:
+    """Register `/admin/`, what it loads, and `/admin/stream`."""
+    app.state.page = page
+    app.routes.extend(_routes())  # `include_router` makes them once more, in the loop
+
+
+def _page(request: Request) -> Page:
+    """Of the app that was asked."""
+    page: Page = request.app.state.page
+    return page
+
+
+@functools.cache
+def _routes() -> list[BaseRoute]:
+    """Of every app in this process, as the admin API's."""
     routes = APIRouter(prefix="/admin", responses=documented("forbidden"))
 
     for path, (file, kind) in _FILES.items():
-        routes.add_api_route(f"/{path}", _file(file, kind, whole), include_in_schema=False)
+        routes.add_api_route(f"/{path}", _file(file, kind), include_in_schema=False)
 
     @routes.get("", include_in_schema=False)
     async def without_slash(request: Request) -> Response:
-        whole(request)
+        _page(request).whole(request)
         return Response(status_code=307, headers={"location": "admin/", **HEADERS})
 
     @routes.get(
@@ -81,13 +102,14 @@ def add_page(app: FastAPI, *, admins: Admins, overview: Overview) -> None:
     ) -> Response:
         """`snapshot`, then every two seconds `change`, to be merged into it as RFC 7396 says. Without the admin token,
         where there is one, no address, reason, model, tenant, session or event is in it."""
-        look = Look(whole(request), order, page, find.strip())
+        shown = _page(request)
+        overview, look = shown.overview, Look(shown.whole(request), order, page, find.strip())
         if overview.looking >= MOST_LOOKING - (0 if look.whole else _PROVEN):
             raise TurnError("overloaded", f"{overview.looking} look at this replica already")
         told = _told(overview, look, head=bool(request.scope.get("coatcheck.head")))
         return _Events(told, headers=HEADERS, sep="\n", send_timeout=_STALLED)
 
-    app.include_router(routes)
+    return routes.routes
 
 
 class _Events(EventSourceResponse):
@@ -113,14 +135,14 @@ async def _told(overview: Overview, look: Look, *, head: bool) -> AsyncIterator[
         yield ServerSentEvent(_encode(said).decode(), event=name, sep="\n")
 
 
-def _file(name: str, kind: str, guard: Callable[[Request], bool]) -> Callable[[Request], Awaitable[Response]]:
-    """What answers one of the files, once `guard` has let its reader in."""
+def _file(name: str, kind: str) -> Callable[[Request], Awaitable[Response]]:
+    """What answers one of the files to whoever may look."""
     body = importlib.resources.files(__package__).joinpath(name).read_bytes()
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
     headers = {**HEADERS, "cache-control": "no-cache", "etag": tag}
 
     async def answer(request: Request) -> Response:
-        guard(request)
+        _page(request).whole(request)
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
         return Response(body, headers=headers, media_type=kind)

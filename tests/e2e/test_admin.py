@@ -289,7 +289,7 @@ async def test_whoever_looks_at_the_page_does_not_keep_a_replica_from_stopping(r
     """They see the end of it, and the log no fault."""
     replica = routers.start("--claims=memory://", "--drain-timeout=300")
     async with (
-        httpx.AsyncClient(base_url=replica.url, trust_env=False, timeout=60) as client,
+        httpx.AsyncClient(base_url=replica.url, trust_env=False, verify=False, timeout=60) as client,
         client.stream("GET", "/admin/stream") as looking,
     ):
         lines = looking.aiter_lines()

@@ -227,7 +227,7 @@ def test_ctrl_c_stops_everything_even_while_turns_run(tmp_path: Path) -> None:
         assert len(it.children) == 2
         body = {**QUESTION, "stream": True}
         with (
-            httpx.Client(trust_env=False) as client,
+            httpx.Client(trust_env=False, verify=False) as client,
             client.stream("POST", f"{it.replicas[0]}/v1/chat/completions", json=body) as stream,
         ):
             next(stream.iter_lines())

@@ -1,10 +1,11 @@
 """Children without the price of their imports: `python -m MODULE`, forked off a process that has imported it.
 
 Importing the router costs more CPU than most tests do, and the suite starts hundreds of routers, workers and commands.
-So each test process has one nursery, which imports them once, opens nothing and starts no thread, and forks whoever is
-asked for. A child then runs its module as `python -m` does: its own arguments, environment, output and exit code. What
-depends on the start itself (which modules a command imports, signals during it, an installed script) is tested with
-processes that are started as users start them: `e2e/test_serve.py`, `e2e/test_up.py`, `tests/smoke.py`.
+So each test process has one nursery, which imports them once, makes a router and a worker that nobody uses, opens
+nothing and starts no thread, and forks whoever is asked for. A child then runs its module as `python -m` does: its own
+arguments, environment, output and exit code. What depends on the start itself (which modules a command imports, signals
+during it, an installed script) is tested with processes that are started as users start them: `e2e/test_serve.py`,
+`e2e/test_up.py`, `tests/smoke.py`.
 """
 
 from __future__ import annotations
@@ -195,10 +196,24 @@ def _serve(asked: socket.socket) -> list[str] | None:
         asked.send(b"%d" % pid)
 
 
+def _warm() -> None:
+    """What is made once in a process (routes, patterns, the options' texts) its children have already."""
+    from app.config import Settings
+    from app.main import create_app
+    from app.options import options_table
+    from mocker.server import create_mock
+    from mocker.settings import MockSettings
+
+    options_table()
+    create_app(Settings.flat(worker=("http://127.0.0.1:9",), claims="memory://"))
+    create_mock(MockSettings())
+
+
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which stop their children
     for name in _PRELOADED:
         importlib.import_module(name)
+    _warm()
     gc.collect()
     gc.freeze()
     command = _serve(socket.socket(fileno=int(sys.argv[1])))

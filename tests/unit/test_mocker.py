@@ -43,14 +43,14 @@ def slow() -> Iterator[Worker]:
 
 @pytest.fixture
 def client(worker: Worker) -> Iterator[openai.OpenAI]:
-    transport = openai.DefaultHttpxClient(trust_env=False)
+    transport = openai.DefaultHttpxClient(trust_env=False, verify=False)
     with openai.OpenAI(base_url=f"{worker.url}/v1", api_key="any", max_retries=0, http_client=transport) as client:
         yield client
 
 
 @pytest.fixture
 async def async_client(worker: Worker) -> AsyncIterator[openai.AsyncOpenAI]:
-    transport = openai.DefaultAsyncHttpxClient(trust_env=False)
+    transport = openai.DefaultAsyncHttpxClient(trust_env=False, verify=False)
     async with openai.AsyncOpenAI(
         base_url=f"{worker.url}/v1", api_key="any", max_retries=0, http_client=transport
     ) as client:
@@ -483,7 +483,9 @@ async def test_many_streams_keep_their_pace_together() -> None:
     crowd = Worker(itl_ms=10)
     limits = httpx.Limits(max_connections=None)
     try:
-        async with httpx.AsyncClient(base_url=crowd.url, trust_env=False, limits=limits, timeout=10) as http:
+        async with httpx.AsyncClient(
+            base_url=crowd.url, trust_env=False, verify=False, limits=limits, timeout=10
+        ) as http:
             body = {**CHAT, "stream": True, "max_tokens": 50}
             answers = await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(50)))
         assert all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -181,9 +182,7 @@ class Overview:
         how = minute.how
         prompt, cached = minute.tokens
         known = sum(how[name] for name in ("cached", "stored", "rebound", "bypassed", "degraded"))
-        states: dict[str, int] = {}
-        for worker in self._fleet:
-            states[worker.state] = states.get(worker.state, 0) + 1
+        states = Counter(worker.state for worker in self._fleet)
         sessions = [each["sessions"] for each in replicas]
         return {
             "turns_per_second": round(lately.turns / min(_RATE, age), 1),

@@ -4,7 +4,7 @@ what two do not agree."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from operator import attrgetter
 
 import msgspec
@@ -20,7 +20,7 @@ _WORKERS_BYTES = MAX_VALUE - 8192
 _FIGURES_BYTES = MAX_VALUE - 6144
 """Of a record with its workers' figures, which fill what room those leave: the busiest come first."""
 _AT_ONCE = 50
-"""Workers that are written in one piece: half a millisecond."""
+"""Workers that are written, read or compared in one piece: half a millisecond at most."""
 _SHOWN = 3
 """Workers that one line names."""
 WORKERS, CLOCK, NAME = "worker", "clock", "replica"
@@ -39,8 +39,8 @@ class Workers(msgspec.Struct, frozen=True, array_like=True):
     """What the turns count for to whoever places by it until the next record, in `SHARES` of one."""
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What stands in the registry, as JSON. Readers ignore fields that they do not know."""
+class _Rest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All of a record but its workers."""
 
     replica: str
     incarnation: str
@@ -53,7 +53,6 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names the network that its loopback is of."""
     agrees: dict[str, str] = {}
     """For each setting that must agree a hash of what it is."""
-    workers: dict[str, Workers] = {}
     left_out: int = 0
     """Workers that did not fit in."""
     store: str = "up"
@@ -77,9 +76,22 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     store_ms: float | None = None
 
 
+class Record(_Rest, frozen=True, omit_defaults=True):
+    """What stands in the registry, as JSON. Readers ignore fields that they do not know."""
+
+    workers: dict[str, Workers] = {}
+
+
+class _Unread(_Rest, frozen=True):
+    workers: dict[str, msgspec.Raw] = {}
+
+
 _encode = msgspec.json.Encoder().encode
 decode = msgspec.json.Decoder(Record).decode
 """Raises ValueError (msgspec's are)."""
+_decode_unread = msgspec.json.Decoder(_Unread).decode
+_decode_workers = msgspec.json.Decoder(Workers).decode
+_REST = _Rest.__struct_fields__
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -105,27 +117,67 @@ def unlike_settings(mine: Record, other: Record) -> Iterator[Difference]:
             yield Difference(setting, "")
 
 
-def unlike_workers(mine: Roll, network: str, other: Record) -> Difference | None:
+def unlike_workers(mine: Roll, network: str, other: Record) -> Generator[None, None, Difference | None]:
     """In what this replica's workers, whose loopback `network` names, and another's do not agree. Where some are left
-    out they are not compared."""
+    out they are not compared. In pieces, as `Reading.read`."""
     if mine.left_out or other.left_out:
         return None
-    unlike = list(_unlike(mine.places, network, other))
+    here, unlike = mine.places, list[str]()
+    yield
+    for at, name in enumerate(sorted(here.keys() | other.workers.keys())):
+        if at % _AT_ONCE == 0:
+            yield
+        how = _unlike(name, here.get(name), network, other)
+        if how is not None:
+            unlike.append(how)
     more = f" and {len(unlike) - _SHOWN} more" if len(unlike) > _SHOWN else ""
     return Difference(WORKERS, "; ".join(unlike[:_SHOWN]) + more) if unlike else None
 
 
-def _unlike(mine: Mapping[str, Place], network: str, other: Record) -> Iterator[str]:
-    for name in sorted(mine.keys() | other.workers.keys()):
-        here, there = mine.get(name), other.workers.get(name)
-        if here is None:
-            yield f"{name} ({other.workers[name].url}) is only there"
-        elif there is None:
-            yield f"{name} ({here.url}) is only here"
-        elif address_of(here.url, network) != address_of(there.url, other.network):
-            yield f"{name} is {here.url} here and {there.url} there"
-        elif here.ranks != there.ranks:
-            yield f"{name} has {here.ranks or 'no'} ranks here and {there.ranks or 'no'} there"
+def _unlike(name: str, here: Place | None, network: str, other: Record) -> str | None:
+    there = other.workers.get(name)
+    if here is None:
+        return f"{name} ({other.workers[name].url}) is only there"
+    if there is None:
+        return f"{name} ({here.url}) is only here"
+    if address_of(here.url, network) != address_of(there.url, other.network):
+        return f"{name} is {here.url} here and {there.url} there"
+    if here.ranks != there.ranks:
+        return f"{name} has {here.ranks or 'no'} ranks here and {there.ranks or 'no'} there"
+    return None
+
+
+class Reading:
+    """Another replica's record as it is read again and again: each of its workers only when it has changed."""
+
+    def __init__(self) -> None:
+        self._read: dict[str, tuple[msgspec.Raw, Workers]] = {}
+        self.places: dict[str, Place] = {}
+        """Where it says that its workers are; the same object until that has changed."""
+
+    def read(self, value: bytes) -> Generator[None, None, Record]:
+        """In pieces, after each of which others may work; what was read before stands until the last one. Raises
+        ValueError."""
+        unread = _decode_unread(value)
+        read: dict[str, tuple[msgspec.Raw, Workers]] = {}
+        is_moved = len(unread.workers) != len(self._read)
+        for at, (name, raw) in enumerate(unread.workers.items(), 1):
+            before = self._read.get(name)
+            if before is not None and before[0] == raw:
+                read[name] = before
+            else:
+                said = _decode_workers(raw)
+                read[name] = raw, said
+                is_moved |= before is None or (before[1].url, before[1].ranks) != (said.url, said.ranks)
+            if at % _AT_ONCE == 0:
+                yield
+        places = self.places
+        if is_moved:
+            places = {name: Place(said.url, said.ranks) for name, (_, said) in read.items()}
+            yield
+        self._read, self.places = read, places
+        workers = {name: said for name, (_, said) in read.items()}
+        return Record(**{field: getattr(unread, field) for field in _REST}, workers=workers)
 
 
 class Roll:
@@ -150,7 +202,7 @@ class Roll:
         """Of the workers that were written last."""
         return {line.worker.name: line.place for line in self._told}
 
-    def write(self) -> Iterator[None]:
+    def write(self) -> Generator[None, None, None]:
         """Bring it up to date, which takes as long as some turns do: in pieces, after each of which others may work."""
         before = self._changes, self.left_out
         if self._changes != self._fleet.changes:

@@ -17,8 +17,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,7 +27,7 @@ from app.fleet.naming import Naming, Place
 from app.fleet.workers import Fleet, Target
 from app.logs import event
 from app.metrics import Metrics
-from app.record import CLOCK, NAME, WORKERS, Difference, Record, Roll, decode, unlike_settings, unlike_workers
+from app.record import CLOCK, NAME, WORKERS, Difference, Reading, Record, Roll, unlike_settings, unlike_workers
 from app.sessions.affinity import Affinity
 from app.sessions.peers import Peer, Peers
 from app.traffic import Figures, Traffic
@@ -46,20 +46,26 @@ _CLOCK_LOOKS = 3
 """Records in a row that must say so: one that was late on its way says nothing of a clock."""
 _WORKERS_PATIENCE = 3.0
 """Seconds that replicas may know different workers: a change does not reach all at once."""
+_AT_ONCE = 100
+"""Workers whose loads are heard in one piece: half a millisecond."""
+
+T = TypeVar("T")
 
 
 class Seen:
     """One other replica, as its records say."""
 
-    __slots__ = ("_skews", "differs", "heard", "places", "record", "told", "unlike", "unlike_since")
+    __slots__ = ("_skews", "differs", "heard", "places", "reading", "record", "told", "unlike", "unlike_since")
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
+    def __init__(self, record: Record, reading: Reading) -> None:
+        """`reading`: by which it was read."""
+        self.record, self.reading = record, reading
         self.heard = 0.0
         """When its last record came, by our clock; 0.0: it stood when we began to look."""
         self.differs: dict[str, Difference] = {}
         self.told: set[str] = set()
         self.places: dict[str, Place] = {}
+        """Of its workers, as they were compared with ours."""
         self.unlike: Difference | None = None
         """In the workers; made anew only when they change, here or there: there may be many."""
         self.unlike_since: float | None = None
@@ -130,6 +136,8 @@ class Replicas:
         self._roll = Roll(fleet, self._traffic, clock)
         self._edition = 0
         """Of the roll, as the others' workers were compared with it."""
+        self._comparing = asyncio.Lock()
+        """Held while others' workers are compared with ours, in pieces: who comes later compares what is newer."""
         self._record = self._make_record()
         metrics.gauge(
             "coatcheck_replicas", "Replicas with a record, this one too.", lambda: len(self._seen) + 1, merge="max"
@@ -182,13 +190,10 @@ class Replicas:
             await asyncio.sleep(max(0.1, BEAT - (self._clock() - begun)))
 
     async def _renewed(self) -> bytes:
-        for _ in self._roll.write():
-            await asyncio.sleep(0)
+        await _in_pieces(self._roll.write())
         if self._edition != self._roll.edition:
             self._edition = self._roll.edition
-            for seen in self._seen.values():
-                seen.unlike = unlike_workers(self._roll, self._me.network, seen.record)
-            self._learn()
+            await self._compare(list(self._seen.values()))
         self._record = self._make_record()
         return self._roll.within(self._record)
 
@@ -229,9 +234,9 @@ class Replicas:
                 async for event in self._registry.watch(KIND):
                     delay = 0.1
                     if isinstance(event, Put):
-                        self._heard(event.name, event.value, fresh=True)
+                        await self._heard(event.name, event.value, fresh=True)
                     elif isinstance(event, Removed):
-                        self._gone(event.name)
+                        await self._gone(event.name)
                     else:
                         await self._list()
                     self._tell_peers()
@@ -246,36 +251,44 @@ class Replicas:
     async def _list(self) -> None:
         records = await self._registry.list(KIND)
         for name in self._seen.keys() - records.keys():
-            self._gone(name)
+            await self._gone(name)
         for name, value in records.items():
-            self._heard(name, value, fresh=False)
+            await self._heard(name, value, fresh=False)
 
-    def _heard(self, name: str, value: bytes, *, fresh: bool) -> None:
-        """`fresh`: it was put just now."""
+    async def _heard(self, name: str, value: bytes, *, fresh: bool) -> None:
+        """`fresh`: it was put just now. In pieces, since there may be many workers in it."""
         if name == self._name:
             return
+        now, wall = self._clock(), self._wall()
+        seen = self._seen.get(name)
+        reading = Reading() if seen is None else seen.reading
         try:
-            record = decode(value)
+            record = await _in_pieces(reading.read(value))
         except msgspec.DecodeError as error:
             log.debug("a replica's record cannot be read: %s", error)
             return
-        seen = self._seen.get(name)
         if seen is None:
-            seen = self._seen[name] = Seen(record)
+            seen = self._seen[name] = Seen(record, reading)
         seen.record = record
-        places = _places(record)
-        if places != seen.places:
-            seen.places, seen.unlike = places, unlike_workers(self._roll, self._me.network, record)
-            self._learn()
         if fresh:
-            seen.heard_at(self._clock(), self._wall())
-        self._fleet.heard(name, self._loads(record))
+            seen.heard_at(now, wall)
+        if seen.places is not reading.places:
+            seen.places = reading.places
+            await self._compare([seen])
+        self._fleet.heard(name, await _in_pieces(self._loads(record)))
         self._judge_one(seen)
 
-    def _loads(self, record: Record) -> dict[Target, tuple[float, int]]:
+    def _loads(self, record: Record) -> Generator[None, None, dict[Target, tuple[float, int]]]:
         """What another replica has, at our targets."""
         loads: dict[Target, tuple[float, int]] = {}
-        for name, said in record.workers.items():
+        for at, (name, said) in enumerate(record.workers.items(), 1):
+            if at % _AT_ONCE == 0:
+                yield
+            if said.ranks == 0 and len(said.lately) == len(said.sessions) == 1:  # as most have it
+                target = self._names.find(name, None, record.replica)
+                if target is not None:
+                    loads[target] = said.lately[0] / SHARES, said.sessions[0]
+                continue
             # One of an older version says only what it had at one moment.
             turns = [shares / SHARES for shares in said.lately] or said.turns
             for number, load in enumerate(zip(turns, said.sessions, strict=False)):
@@ -284,11 +297,11 @@ class Replicas:
                     loads[target] = load
         return loads
 
-    def _gone(self, name: str) -> None:
+    async def _gone(self, name: str) -> None:
         seen = self._seen.pop(name, None)
         if seen is not None:
             self._fleet.heard(name, {})
-            self._learn()
+            await self._compare([])
             for setting in sorted(seen.told):
                 other = seen.record.replica
                 said = event("replica_gone", other=other, setting=setting)
@@ -303,10 +316,15 @@ class Replicas:
         ]
         self._peers.update(reachable if self._me.port else ())
 
-    def _learn(self) -> None:
-        self._names.learn({seen.record.replica: (seen.record.network, seen.places) for seen in self._seen.values()})
-
     # -- what differs
+
+    async def _compare(self, changed: list[Seen]) -> None:
+        """The workers of these, which have changed, or ours, with ours; and learn all others' names for them."""
+        async with self._comparing:
+            for seen in changed:
+                seen.unlike = await _in_pieces(unlike_workers(self._roll, self._me.network, seen.record))
+            said = {seen.record.replica: (seen.record.network, seen.places) for seen in self._seen.values()}
+            await _in_pieces(self._names.learn(said))
 
     def _judge(self) -> None:
         for seen in self._seen.values():
@@ -399,8 +417,14 @@ class Replicas:
         }
 
 
-def _places(record: Record) -> dict[str, Place]:
-    return {name: Place(worker.url, worker.ranks) for name, worker in record.workers.items()}
+async def _in_pieces(pieces: Generator[None, None, T]) -> T:
+    """What comes of it in the end. After each piece others may work."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        await asyncio.sleep(0)
 
 
 def _is_loopback(host: str) -> bool:

@@ -51,7 +51,9 @@ function sync(parent, keys, make, update) {
   });
 }
 
-const number = (value) => value.toLocaleString("en-US");
+// Made once: each takes longer to make than a row to draw.
+const NUMBERS = new Intl.NumberFormat("en-US"), MINUTES = timeFormat(), SECONDS = timeFormat("2-digit");
+const number = (value) => NUMBERS.format(value);
 const few = (value) => value >= 100 || Number.isInteger(value) ? number(Math.round(value)) : value.toFixed(1);
 const percent = (value) => value == null ? "–" : value === 100 ? "100%" : `${value.toFixed(1)}%`;
 
@@ -73,9 +75,11 @@ function span(seconds) {
 }
 
 const now = () => Date.now() / 1000 + skew;
-const clock = (at, seconds = false) => new Date(at * 1000).toLocaleTimeString([], {
-  hour: "2-digit", minute: "2-digit", second: seconds ? "2-digit" : undefined, hour12: false,
-});
+const clock = (at, exact = false) => (exact ? SECONDS : MINUTES).format(at * 1000);
+
+function timeFormat(second) {
+  return new Intl.DateTimeFormat([], { hour: "2-digit", minute: "2-digit", second, hour12: false });
+}
 
 function merge(into, changes) {
   for (const [name, value] of Object.entries(changes)) {
@@ -149,7 +153,8 @@ async function read(reader, came) {
       if (field("event") === "snapshot") shown = JSON.parse(data); else merge(shown, JSON.parse(data));
       skew = shown.at - Date.now() / 1000;
       came();
-      try { draw(); } catch (error) { console.error(error); }  // the next message may be drawn
+      try { if (document.hidden) entitle(); else draw(); } catch (error) { console.error(error); }  // the next may be drawn
+      mark($("live"), "data-beat", $("live").dataset.beat === "1" ? "2" : "1");
     }
   }
 }
@@ -173,7 +178,7 @@ function draw() {
   alive(fleet.draining ? "off" : "on", fleet.draining ? "draining" : "live");
   $("main").classList.remove("stale");
   put($("who"), `replica ${shown.replica}`);
-  document.title = `${fleet.available}/${fleet.workers} up · coatcheck`;
+  entitle();
   $("unlock").hidden = !access.token;
   put($("unlock"), access.whole ? "Lock" : "Unlock");
   for (const node of document.querySelectorAll(".whole")) node.hidden = !access.whole;
@@ -186,6 +191,12 @@ function draw() {
   if (access.whole) { drawTenants(); drawEvents(); }
   if (opened) drawWorker();
   put($("foot"), `coatcheck ${shown.version} · numbers of all replicas, brought every ${shown.every} s`);
+}
+
+// All that is seen of a tab behind others.
+function entitle() {
+  const { fleet } = shown;
+  document.title = `${fleet.available}/${fleet.workers} up · coatcheck`;
 }
 
 function notices(list) {
@@ -217,7 +228,7 @@ function drawTiles() {
       !fleet.available ? "bad" : unwell ? "warn" : "", "That may be given new sessions"],
     ["Turns", few(fleet.turns_per_second), "/s", `${number(fleet.running)} running${fleet.waiting ? `, ${number(fleet.waiting)} wait` : ""}`, "",
       "Of all replicas, in the last ten seconds"],
-    ["Failed", percent(fleet.failed_percent), "", `${number(fleet.failed)} of ${number(fleet.turns)}/min`,
+    ["Failed", fleet.failed && !fleet.failed_percent ? "<0.1%" : percent(fleet.failed_percent), "", `${number(fleet.failed)} of ${number(fleet.turns)}/min`,
       fleet.failed_percent >= 5 ? "bad" : fleet.failed ? "warn" : "", "By a worker's or the router's fault, in the last minute"],
     ["First token", duration(fleet.ttft_p50_ms), "", `p95 ${duration(fleet.ttft_p95_ms)}`, "", "Half of the last minute's turns had it within that"],
     ["Kept", percent(fleet.kept_percent), "", "of known sessions", fleet.kept_percent != null && fleet.kept_percent < 95 ? "warn" : "",
@@ -258,11 +269,15 @@ function plot(id, most, unit, paint, hover) {
     const at = (event) => {
       const from = svg.getBoundingClientRect(), cell = (svg.clientWidth - LEFT) / shown.slot.count;
       const slot = Math.floor(shown.at / shown.slot.seconds) - (shown.slot.count - 1) + Math.floor((event.clientX - from.left - LEFT) / cell);
-      box.slot = event.clientX - from.left < LEFT ? null : slot;
-      draw();
+      point(event.clientX - from.left < LEFT ? null : slot);
+    };
+    const point = (slot) => {
+      if (box.slot === slot) return;
+      box.slot = slot;
+      ({ how: drawHow, ttft: drawTtft })[id]();
     };
     svg.addEventListener("pointermove", at);
-    svg.addEventListener("pointerleave", () => { box.slot = null; draw(); });
+    svg.addEventListener("pointerleave", () => point(null));
   }
   mark(svg, "viewBox", `0 0 ${width} ${height}`);
   const nodes = [];
@@ -676,4 +691,5 @@ $("ask-form").addEventListener("submit", (event) => {
   follow();
 });
 addEventListener("resize", () => { if (shown) draw(); });
+document.addEventListener("visibilitychange", () => { if (shown && !document.hidden) draw(); });
 follow();

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
+import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from app.record import Record, Workers, decode
+from app.replicas import BEAT, KIND, STANDS
+from app.traffic import Figures, Sums
+from backends.file import FileStore
 from tests.support.browser import Page, browser
 from tests.support.processes import Processes, Replica, Worker, turns, wait_until
 from tests.support.wire import ask
@@ -206,3 +214,103 @@ async def test_on_a_telephone_whoever_has_no_token_looks_and_who_has_it_acts(
         await page.click("#worker form button[type=submit]")
         assert await page.value("document.documentElement.scrollWidth") == 390
         assert await page.value("sessionStorage.length") == 1
+
+
+MANY = 1000
+
+
+@contextlib.asynccontextmanager
+async def played(claims: Path) -> AsyncIterator[None]:
+    """Another replica, of which only the record is there: a hundred sessions at each of the first one's workers, and
+    two thousand turns a second."""
+    store, rng = await FileStore.open(claims, sync=False), random.Random(1)
+    own: Record | None = None
+
+    async def is_written() -> bool:
+        nonlocal own
+        own = next(map(decode, (await store.registry.list(KIND)).values()), None)
+        return own is not None and len(own.workers) == MANY
+
+    def record(beat: int) -> Record:
+        assert own is not None
+        workers = {
+            name: Workers(said.url, 0, (rng.randint(0, 9),), (rng.randint(60, 140),), (rng.randint(0, 160),))
+            for name, said in own.workers.items()
+        }
+        sums = Sums(
+            {"cached": 3900 * beat, "created": 100 * beat},
+            {"completed": 3999 * beat, "worker_error": beat},
+            [0, 0, 0, 0, 0, 2000 * beat, 2000 * beat, *[0] * 10],
+            (10**6 * beat, 8 * 10**5 * beat),
+        )
+        figures = tuple((at, Figures(120.0, at % 3, 1e3, 8e2, 0, 0, (5, 40, 6, 3))) for at in range(0, MANY, 10))
+        fields = {"sessions": sum(said.sessions[0] for said in workers.values()), "turns": 4500, "sums": sums}
+        who = {"replica": "other", "incarnation": "other", "port": 0, "beat": beat, "at": time.time()}
+        return msgspec.structs.replace(own, **who, **fields, workers=workers, figures=figures)
+
+    async def go_on() -> None:
+        for beat in itertools.count(1):
+            await store.registry.put(KIND, "other", msgspec.json.encode(record(beat)), 10 * STANDS)
+            await asyncio.sleep(BEAT)
+
+    await wait_until(is_written, LIMIT)
+    playing = asyncio.create_task(go_on())
+    try:
+        yield
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        await store.aclose()
+
+
+async def test_a_thousand_workers_and_a_hundred_thousand_sessions_are_no_more_to_draw_than_fifty_rows(
+    processes: Processes, tmp_path: Path
+) -> None:
+    named = "\n".join(f'"http://127.1.{at // 250}.{at % 250 + 1}:8000,name=w{at:04}",' for at in range(MANY))
+    (tmp_path / "workers.toml").write_text(f"worker = [\n{named}\n]\n")
+    claims = tmp_path / "claims"
+    options = (f"--workers-from=file://{tmp_path}/workers.toml", "--probe-path=off", "--models-interval=0")
+    (replica,) = processes.replicas_with([f"--claims=file://{claims}", *options])
+    async with played(claims), watched(tmp_path, 1280) as page:
+        await page.open(f"{replica.url}/admin/")
+        await page.until("shown.fleet.workers === 1000 && shown.fleet.sessions_most > 90000")
+        await page.until("shown.fleet.turns_per_second > 0")
+        rows = "[...document.querySelectorAll('#workers tbody tr')]"
+        await page.until(f"{rows}.length === 50 && document.querySelector('#page').textContent === 'page 1 of 20'")
+        await picture(page, "page-many")
+
+        # A message redraws what it is about: rows that stay keep their nodes, and nothing is animated for ever.
+        await page.value(f"{rows}.forEach((row) => {{ row.seen = true; }})")
+        await page.value("window.before = shown.at")
+        await page.until("shown.at > before + 3")
+        assert await page.value(f"{rows}.every((row) => row.seen)")
+        endless = "document.getAnimations().filter((each) => each.effect.getComputedTiming().iterations === Infinity)"
+        assert await page.value(f"{endless}.length") == 0
+        await page.value("window.drawn = 0; window.was = drawWorkers; drawWorkers = () => { drawn++; was(); }; 0")
+        moved = "new PointerEvent('pointermove', {clientX: at.x + at.width - 5, clientY: at.y + 5})"
+        pointing = f"""(() => {{
+            const svg = document.querySelector('#how svg'), at = svg.getBoundingClientRect(), before = drawn;
+            svg.dispatchEvent({moved});
+            return [drawn - before, document.querySelectorAll('#how .cursor').length];
+        }})()"""
+        assert await page.value(pointing) == [0, 1], "only that chart is drawn again"
+        hide = "Object.defineProperty(document, 'hidden', {{value: {}, configurable: true}}); 0"
+        await page.value("window.drawn = 0; window.before = shown.at; " + hide.format("true"))
+        await page.until("shown.at > before")
+        assert await page.value("drawn") == 0, "nobody sees it"
+        await page.value(hide.format("false"))
+        await page.value("document.dispatchEvent(new Event('visibilitychange'))")
+        assert await page.value("drawn") > 0
+
+        # Scrolled, turned over, sorted and searched.
+        await page.value("scrollTo(0, document.body.scrollHeight)")
+        await page.until("document.querySelector('#foot').getBoundingClientRect().bottom <= innerHeight")
+        await page.click("#after")
+        await page.until("document.querySelector('#page').textContent === 'page 2 of 20'")
+        await page.value("document.querySelector('#order').value = 'sessions'")
+        await page.value("document.querySelector('#order').dispatchEvent(new Event('change'))")
+        numbers = f"{rows}.map((row) => Number(row.querySelector('.amount b').textContent))"
+        ordered = f"{numbers}.every((each, at, all) => !at || each <= all[at - 1])"
+        await page.until(f"document.querySelector('#page').textContent === 'page 1 of 20' && {ordered}")
+        await page.type("#find", "w0777")
+        await page.until(f"{rows}.length === 1 && {rows}[0].dataset.worker === 'w0777'")

@@ -121,7 +121,7 @@ async def test_what_was_foreseen_is_compared_with_what_is_told() -> None:
     async with bench(answering(1000, 980), **foresight.settings) as b:
         await ask(b)
         await ask(b)
-        assert b.metrics.foreseen_tokens.cells[()] == pytest.approx(980, abs=120)
+        assert 780 < b.metrics.foreseen_tokens.cells[()] <= 1000  # whole blocks of what 980 are: a fifth less at most
         assert b.metrics.found_tokens.cells[()] == 1960
         assert b.metrics.foresights_wrong.cells[()] == 0
 

@@ -48,7 +48,7 @@ async def query(url: str, expression: str) -> dict[str, float]:
 
 def board() -> list[tuple[str, str]]:
     """The board's panels, each with an expression of its, as Grafana would send it: all replicas, over a minute."""
-    variables = {"$job": "coatcheck", "$replica": ".*", "$__rate_interval": "1m"}
+    variables = {"$job": "coatcheck", "$replica": ".*", "$__rate_interval": "1m", "$__range": "1h"}
     found = []
     for panel in json.loads(_BOARD.read_text())["panels"]:
         for target in panel.get("targets", ()):

@@ -259,3 +259,12 @@ def test_the_panels_of_the_board_do_not_overlap() -> None:
         assert place["x"] + place["w"] <= 24
         taken |= cells
     assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+def test_each_figure_of_the_board_says_itself_when_it_is_good_or_bad() -> None:
+    """Grafana's own word is green, and red from 80 on: the wrong way round for workers that are up."""
+    for panel in BOARD["panels"]:
+        if panel["type"] == "stat":
+            colours = {step["color"] for step in panel["fieldConfig"]["defaults"]["thresholds"]["steps"]}
+            assert colours == {"text"} or ("green" in colours and len(colours) > 1), panel["title"]
+            assert panel["description"], panel["title"]

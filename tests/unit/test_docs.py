@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import cli, exposition, options
-from app.config import Settings
+from app.config import CHANGEABLE, SETTINGS, Settings
 from app.errors import TABLE
 from app.main import Router, create_app
 from app.metrics import AFFINITY_OUTCOMES, CLOSE_OUTCOMES, RETRY_REASONS, Counter, Histogram, Values
@@ -247,6 +247,12 @@ def test_the_faults_of_mock_workers_are_those_that_can_be_ordered() -> None:
     for _, text in told:
         named = set(re.findall(r"`([a-z]+_[a-z]+)`", text))
         assert named <= {field.name for field in msgspec.structs.fields(Fault)}
+
+
+def test_the_settings_that_can_change_while_turns_run_are_named() -> None:
+    text = section(PAGES["docs/operating.md"], "Changing settings while turns run")
+    told = re.findall(r"`([a-z-]+)`", text.partition("What can change is ")[2].partition("; turns that run")[0])
+    assert sorted(told) == sorted(SETTINGS[name].key for name in CHANGEABLE)
 
 
 # --- what a session is -----------------------------------------------------------------------------------------------

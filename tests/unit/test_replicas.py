@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Generator
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -15,7 +15,7 @@ from app.fleet.loads import SHARES
 from app.fleet.naming import Naming
 from app.fleet.workers import Fleet, Worker, make_worker
 from app.metrics import Metrics
-from app.record import Record, Roll, Workers, decode, hashes, unlike_workers
+from app.record import Reading, Record, Roll, Workers, decode, hashes, unlike_workers
 from app.replicas import BEAT, KIND, STANDS, Myself, Replicas
 from app.sessions.peers import Peers
 from app.traffic import Figures, Traffic
@@ -28,6 +28,8 @@ from tests.support.replicas import Replica, memory
 WALL = 1_700_000_000.0
 SETTINGS = {"policy": b"least-loaded", "session-secret": b"hash of one", "session-ttl": b"1800"}
 TWO_BEATS = 4.5
+
+T = TypeVar("T")
 
 
 class One:
@@ -256,6 +258,15 @@ async def test_a_record_is_bounded_however_many_workers_there_are() -> None:
         assert a.differing == set()
 
 
+def whole(pieces: Generator[None, None, T]) -> T:
+    """What comes of them."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+
+
 class Written:
     """What a replica's record has of its workers, written again two seconds later each time."""
 
@@ -307,7 +318,7 @@ def test_between_two_pieces_the_record_is_as_it_was_written_last() -> None:
         pieces = written.roll.write()
         next(pieces)
         assert written.roll.left_out == 0
-        assert unlike_workers(written.roll, "", other) is not None
+        assert whole(unlike_workers(written.roll, "", other)) is not None
         for _ in pieces:
             pass
 
@@ -390,3 +401,53 @@ async def test_who_listens_nowhere_has_no_peers_and_is_none() -> None:
     async with beating(a, b):
         assert len(a.peers) == len(b.peers) == 0
         assert len(a.replicas.others()) == 1
+
+
+def test_a_record_that_is_read_again_is_what_a_whole_one_is() -> None:
+    """A worker is read only when it has changed: one that changes, comes, goes or moves, and what cannot be read."""
+    one, two = Workers("http://a:1", 0, (1,), (2,), (3,)), Workers("http://b:1", 2, (0, 0), (1, 1), (0, 0))
+    reading = Reading()
+    places = reading.places
+    for workers, is_moved in (
+        ({"one": one}, True),
+        ({"one": one}, False),
+        ({"one": msgspec.structs.replace(one, sessions=(9,))}, False),
+        ({"one": one, "two": two}, True),
+        ({"two": two, "one": one}, False),
+        ({"two": two, "three": one}, True),
+        ({"two": msgspec.structs.replace(two, url="http://c:1"), "three": one}, True),
+        ({}, True),
+    ):
+        said = Record("b", "b1", "1.0", workers=workers, beat=7, tenants={"t": (1, 0)})
+        assert whole(reading.read(msgspec.json.encode(said))) == said
+        assert (reading.places is not places) == is_moved
+        places = reading.places
+        assert {name: (place.url, place.ranks) for name, place in places.items()} == {
+            name: (each.url, each.ranks) for name, each in workers.items()
+        }
+    with pytest.raises(msgspec.DecodeError):
+        whole(reading.read(b'{"replica":"b","incarnation":"b1","version":"1","workers":{"one":[1]}}'))
+    assert reading.places is places
+
+
+@in_virtual_time
+async def test_between_two_pieces_of_what_others_say_other_tasks_run() -> None:
+    """However many workers there are, and whether they agree or not, nothing waits for more than a hundred of them."""
+    store, many = memory(), 1000
+    here = One(store, "here", workers={f"w{at}": f"http://10.0.{at // 250}.{at % 250}:1" for at in range(many)})
+    targets = [target for each in here.fleet for target in each.targets]
+
+    def record(beat: int, url: str) -> bytes:
+        workers = {f"w{at}": Workers(url.format(at), 0, (1,), (beat,), (SHARES,)) for at in range(many)}
+        agrees = hashes(SETTINGS)
+        said = Record("there", "there", "1.0", "10.0.0.8", 7, network="net", agrees=agrees, workers=workers, beat=beat)
+        return msgspec.json.encode(said)
+
+    async with beating(here):
+        for beat, url in ((1, "http://10.1.0.1:{}"), (2, "http://10.1.0.1:{}"), (3, "http://10.1.0.2:{}")):
+            await store.registry.put(KIND, "there", record(beat, url), STANDS)
+            rounds = 0
+            while sum(target.sessions_elsewhere for target in targets) != beat * many:
+                await asyncio.sleep(0)
+                rounds += 1
+            assert rounds >= many / 50 + many / 100, "it was read, and its loads were heard"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 README = (TESTS / "README.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"`((?:unit|stores|proxy|e2e)/\w+\.py)::([\w:]+)`", README)
+NAMED = re.findall(r"`((?:unit|stores|proxy|e2e|browser)/\w+\.py)::([\w:]+)`", README)
 DEFINED = re.compile(r"^(?:class (\w+)|( {4})?(?:async )?def (test_\w+))", re.MULTILINE)
 
 

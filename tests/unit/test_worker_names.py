@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from app.fleet.naming import Naming, Place
 from app.fleet.workers import Fleet, Target, make_worker
 
@@ -14,6 +16,11 @@ def fleet(**workers: str) -> Fleet:
     )
 
 
+def learn(names: Naming, said: Mapping[str, tuple[str, Mapping[str, Place]]]) -> None:
+    for _ in names.learn(said):
+        pass
+
+
 def spoken(target: Target | None) -> tuple[str, int | None] | None:
     return None if target is None else (target.worker.name, target.rank)
 
@@ -21,14 +28,14 @@ def spoken(target: Target | None) -> tuple[str, int | None] | None:
 def test_names_that_agree_are_the_fleets_own() -> None:
     ours = fleet(a="http://h:1", b="http://h:2")
     names = Naming(ours, "net")
-    names.learn({"other": ("elsewhere", {"a": Place("http://h:1"), "b": Place("http://h:2")})})
+    learn(names, {"other": ("elsewhere", {"a": Place("http://h:1"), "b": Place("http://h:2")})})
     assert names.find("a", None, "other") is ours.find("a", None)
     assert names.find("c", None, "other") is None
 
 
 def test_a_name_that_is_not_ours_means_the_worker_at_its_url() -> None:
     names = Naming(fleet(a="http://h:1"), "net")
-    names.learn({"other": ("elsewhere", {"x": Place("http://h:1"), "y": Place("http://h:9")})})
+    learn(names, {"other": ("elsewhere", {"x": Place("http://h:1"), "y": Place("http://h:9")})})
     assert spoken(names.find("x", None, "other")) == ("a", None)
     assert spoken(names.find("x", None, "one that is gone")) == ("a", None)
     assert names.find("y", None, "other") is None, "it is none of ours"
@@ -36,21 +43,21 @@ def test_a_name_that_is_not_ours_means_the_worker_at_its_url() -> None:
 
 def test_swapped_names_mean_what_their_maker_means() -> None:
     names = Naming(fleet(a="http://h:1", b="http://h:2"), "net")
-    names.learn({"other": ("elsewhere", {"a": Place("http://h:2"), "b": Place("http://h:1")})})
+    learn(names, {"other": ("elsewhere", {"a": Place("http://h:2"), "b": Place("http://h:1")})})
     assert spoken(names.find("a", None, "other")) == ("b", None)
     assert spoken(names.find("a", None, "ourselves")) == ("a", None)
 
 
 def test_a_loopback_is_that_of_one_network() -> None:
     names = Naming(fleet(a="http://127.0.0.1:1"), "net")
-    names.learn({"same": ("net", {"x": Place("http://localhost:1")}), "far": ("far", {"y": Place("http://[::1]:1")})})
+    learn(names, {"same": ("net", {"x": Place("http://localhost:1")}), "far": ("far", {"y": Place("http://[::1]:1")})})
     assert spoken(names.find("x", None, "same")) == ("a", None)
     assert names.find("y", None, "far") is None
 
 
 def test_ranks_that_only_the_other_knows_are_served_there() -> None:
     names = Naming(fleet(a="http://h:1", b="http://h:2,2"), "net")
-    names.learn({"other": ("net", {"a": Place("http://h:1", 4), "b": Place("http://h:2")})})
+    learn(names, {"other": ("net", {"a": Place("http://h:1", 4), "b": Place("http://h:2")})})
     rank = names.find("a", 3, "other")
     assert spoken(rank) == ("a", 3)
     assert names.find("a", 3, "other") is rank, "always the same one"
@@ -61,8 +68,8 @@ def test_ranks_that_only_the_other_knows_are_served_there() -> None:
 
 def test_what_is_mended_is_forgotten() -> None:
     names = Naming(fleet(a="http://h:1"), "net")
-    names.learn({"other": ("net", {"x": Place("http://h:1")})})
-    names.learn({"other": ("net", {"a": Place("http://h:1")})})
+    learn(names, {"other": ("net", {"x": Place("http://h:1")})})
+    learn(names, {"other": ("net", {"a": Place("http://h:1")})})
     assert names.find("x", None, "other") is None
 
 

@@ -660,12 +660,40 @@ class _Session:
             for fault in self.by_hand
         ):
             return True
-        return any(
-            other.affinity == "degraded"
+        own = [
+            other
+            for other in self.turns
+            if other.affinity == "degraded"
             and other.replica == turn.replica
             and turn.start - DOUBT - RECOVERY <= other.start < turn.start
-            and self.faults.away(turn.replica, other.start, other.head or other.end)
-            for other in self.turns
+        ]
+        return any(self.faults.away(each.replica, each.start, each.head or each.end) for each in own) or any(
+            self._may_doubt(each) for each in (*own, turn)
+        )
+
+    def _may_doubt(self, turn: Sent) -> bool:
+        """Whether its replica may go by something else than a claim that was made since its last outage: by where it
+        served the session last, if the store has lost its memory since, or by the word of another replica that is in an
+        outage still and serves the session without a claim. (Until one says that it serves by the claim: that one may
+        be frozen.)"""
+        at, end, faults = self.place(turn), turn.head or turn.end, self.faults
+        before = [other for other in self.turns if other.start < turn.start]
+        last = next((other for other in reversed(before) if other.replica == turn.replica and self.place(other)), None)
+        wiped = any(
+            last.start <= fault.end and fault.start <= end and turn.start <= fault.end + DOUBT + RECOVERY
+            for fault in faults.of("store-wiped")
+            if last is not None and self.place(last) == at
+        )
+        return wiped or (
+            faults.away(turn.replica, turn.start, end, DOUBT)
+            and any(
+                other.affinity == "degraded"
+                and other.replica != turn.replica
+                and self.place(other) == at
+                and faults.away(other.replica, other.start, other.head or other.end)
+                and faults.away(other.replica, turn.start, end)
+                for other in before
+            )
         )
 
     def row_start(self, turn: Sent) -> float:

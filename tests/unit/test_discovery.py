@@ -77,8 +77,9 @@ class Breaking:
         events = aiter(self._watch(kind))
         try:
             while True:
-                event: asyncio.Future[RegistryEvent] = asyncio.ensure_future(anext(events))  # type: ignore[arg-type]
-                await asyncio.wait({event, broken}, return_when=asyncio.FIRST_COMPLETED)
+                event: asyncio.Future[Any] = asyncio.ensure_future(anext(events))
+                either: set[asyncio.Future[Any]] = {event, broken}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if broken.done():
                     event.cancel()
                     raise StoreUnavailable("the watch is broken")

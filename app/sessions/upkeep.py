@@ -171,6 +171,8 @@ class Closer:
         been told, and one that has the store has been asked to do it."""
         task = self.begin(entry)
         if self._claims.state is not StoreState.AWAY:
+            if task is None and entry.key in self._closings:
+                task = self._closings[entry.key].task  # begun by the word of another replica
             await self._wait(task)
         elif entry.key in self._closings:
             await self._ask_peers(self._closings[entry.key])

@@ -718,6 +718,26 @@ async def test_an_end_without_a_revision_closes_at_a_peer_what_was_claimed_befor
         assert (await inner.get(KEY) is not None) is (successor or (ask, knows) == ("ended", "nothing"))
 
 
+@in_virtual_time
+async def test_a_final_turn_waits_for_the_close_that_another_replicas_word_has_begun() -> None:
+    store = scripted()
+    async with running(store) as r:
+        turn = await r.turn(final=True)
+        claim = await store.get(KEY)
+        assert claim is not None
+        go = store.hold("close")
+        r.affinity.desk.ended(Ask("ended", KEY, claim.revision, ending=Ending(KEY, WALL + now())))
+        turn.answered(200)
+        assert turn.holds_end
+        closing = asyncio.create_task(turn.close())
+        await asyncio.sleep(0.3)
+        assert not closing.done()
+        go.set()
+        await closing
+        assert await store.get(KEY) is None
+        turn.release()
+
+
 @pytest.mark.parametrize("store_is", ["up", "away"])
 @in_virtual_time
 async def test_a_turn_that_is_moved_after_its_session_has_ended_elsewhere_begins_a_new_one(store_is: str) -> None:

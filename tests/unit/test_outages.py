@@ -718,6 +718,25 @@ async def test_an_end_without_a_revision_closes_at_a_peer_what_was_claimed_befor
         assert (await inner.get(KEY) is not None) is (successor or (ask, knows) == ("ended", "nothing"))
 
 
+@pytest.mark.parametrize("used_since", [True, False])
+@in_virtual_time
+async def test_the_news_of_an_end_ends_no_session_without_a_claim_that_was_used_since(used_since: bool) -> None:
+    store = scripted()
+    async with running(store) as r:
+        cut_off(store)
+        moment = WALL + now()
+        await r.visit()
+        if not used_since:
+            await asyncio.sleep(2)
+            moment = WALL + now()
+        r.affinity.desk.ended(Ask("ended", KEY, 7, ending=Ending(KEY, moment)))
+        assert r.affinity.knows(KEY) is used_since
+        await asyncio.sleep(2)
+        join(store)
+        await asyncio.sleep(20)
+        assert (await store.get(KEY) is not None) is used_since
+
+
 @in_virtual_time
 async def test_a_final_turn_waits_for_the_close_that_another_replicas_word_has_begun() -> None:
     store = scripted()

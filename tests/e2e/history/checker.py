@@ -44,8 +44,8 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
 here. Turns that the router calls `degraded` were placed without the store: they are left out of the register, but each
 must lie in an outage that the nemesis made, or in the time after it in which a late claim is not believed (`DOUBT`, if
-its replica had served the session in the outage, or before the store was wiped, or goes where another one serves it that
-is in an outage still), or while the session's claim was garbled. In an outage a replica also goes on with what it knew,
+its replica had served the session in the outage, or before the store was wiped, or goes where another one serves it
+that is in an outage still), or while its claim was garbled. In an outage a replica also goes on with what it knew,
 however old, where it could not ask (`cached`); such a turn is left out too, if there is no order with it, and counted.
 
 **Moved without cause** (`check_moves`). The register says nothing of turns without the store; this does. What was

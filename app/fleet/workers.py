@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import ssl
 import time
 from collections import Counter
@@ -245,7 +246,9 @@ class Fleet:
         self._handovers: Counter[Handover] = Counter()
         """How many of them prefill by each."""
         self.look: Callable[[], None] | None = None
-        """Has the sources of workers asked at once; None: the fleet is what it is."""
+        """Has the sources of workers, and the operators, asked at once; None: the fleet is what it is."""
+        self.deaf: Callable[[], bool] = lambda: False
+        """Whether some of them cannot be asked, so that who is known to be gone may have come back."""
         self.tell: Callable[[Worker, Word], None] = lambda worker, word: None
         """Has the other replicas hear it."""
         self.choices_with: Callable[[str], Iterable[frozenset[str] | None]] = lambda name: (None,)
@@ -356,7 +359,7 @@ class Fleet:
     def remove(self, name: str) -> None:
         """It is gone: its running turns go on, its sessions move with their next turn."""
         self._dismiss(self._workers.pop(name, None))
-        self._note_strange(name, float("inf"))
+        self._note_strange(name, math.inf)
 
     def _welcome(self, worker: Worker) -> None:
         self._workers[worker.name] = worker
@@ -381,8 +384,11 @@ class Fleet:
 
     async def learn(self, name: str) -> bool:
         """Wait a moment for a worker that a claim names and nobody here has heard of: another replica may know it
-        first. Returns whether it is here now. One that is known to be gone is not waited for."""
-        if self.look is None or self._clock() < self._strangers.get(name, 0.0):
+        first. Returns whether it is here now. One that is known to be gone is not waited for, unless that may be old
+        news: a replica that was cut off, and finds the store back, must not take the sessions of a worker that was
+        taken back meanwhile for those of a lost one."""
+        until = self._strangers.get(name, 0.0)
+        if self.look is None or (self._clock() < until and not (math.isinf(until) and self.deaf())):
             return name in self._workers
         came = self._awaited.setdefault(name, asyncio.Event())
         self.look()

@@ -8,10 +8,11 @@ from app.fleet.health import Word
 from app.fleet.naming import Naming
 from app.fleet.workers import Target
 from app.sessions.claims import Claims, StoreState
+from app.sessions.endings import Ending
 from app.sessions.entries import Entries, Entry
 from app.sessions.peers import Ask, Known
 from app.sessions.upkeep import Closer
-from backends.base import Claim, ClaimValue, Deleted, StoreError
+from backends.base import Claim, ClaimValue, CloseOutcome, Deleted, StoreError
 
 _WORDS = {word.value for word in Word}
 
@@ -57,16 +58,22 @@ class Desk:
         self._entries.deleted(Deleted(ask.key))
 
     def ended(self, ask: Ask) -> None:
-        """A final turn was elsewhere, and the store could not be told."""
+        """A final turn was elsewhere, and the store could not be told. Turns that run here end undisturbed; where one
+        of them has to move, that is a new session's."""
         entry = self._entries.find(ask.key)
         if entry is None:
             return
-        if ask.revision is not None and entry.claim is not None and entry.claim.revision != ask.revision:
-            entry.unprove()  # one of the two is the other's successor
-        elif entry.active:
-            entry.closing = True
+        ending = self._ending(ask)
+        if entry.claim is None:
+            over = entry.alone is None or entry.alone.served_at <= ending.moment
+        elif ask.revision is None:
+            over = ending.covers(entry.claim)
         else:
-            self._closer.begin(entry, heard=True)
+            over = entry.claim.revision == ask.revision
+        if over:
+            self._closer.begin(entry, heard=ending)
+        else:
+            entry.unprove()  # one of the two is the other's successor
 
     def moved(self, ask: Ask) -> None:
         """It goes on elsewhere, and the store could not be told."""
@@ -91,14 +98,22 @@ class Desk:
         )
 
     async def close(self, ask: Ask) -> Known | None:
-        """Close the claim in the store for a peer that cannot."""
+        """Close the claim in the store for a peer that cannot, and no successor's."""
         try:
             claim = await self._claims.get(ask.key) if ask.revision is None else _claim(ask.key, ask.revision)
-            outcome = "gone" if claim is None else (await self._claims.close(claim)).value
+            if claim is None:
+                outcome = CloseOutcome.GONE
+            elif ask.revision is None and not self._ending(ask).covers(claim):
+                return Known(how=CloseOutcome.SUPERSEDED.value)
+            else:
+                outcome = await self._claims.close(claim)
         except StoreError:
             return None
         self.closed(ask)
-        return Known(how=outcome)
+        return Known(how=outcome.value)
+
+    def _ending(self, ask: Ask) -> Ending:
+        return ask.ending or Ending(ask.key, self._claims.wall())
 
 
 def _claim(key: str, revision: int) -> Claim:

@@ -27,6 +27,7 @@ from app.fleet.workers import Target, Worker
 from app.http.calling import call
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectRefused, Pool
 from app.metrics import Metrics
+from app.sessions.endings import Ending
 from backends.base import Claim, ClaimValue
 
 QUICK, SLOW = b"/peers/quick", b"/peers/slow"
@@ -79,6 +80,9 @@ class Ask(msgspec.Struct, frozen=True, omit_defaults=True):
     kept: bool = False
     said: str = ""
     """health: a `Word`."""
+    ending: Ending | None = None
+    """ended, close: the end of the session, which tells it from a successor where no revision does; None: from a
+    replica of a version that does not say."""
 
 
 class Known(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -232,23 +236,26 @@ class Peers:
         revision: int | None,
         at: Target | None = None,
         lost: frozenset[str] = frozenset(),
+        ending: Ending | None = None,
     ) -> None:
         """closed, ended, moved: returns when all have heard it, or after a limit."""
         links = self._usable()
         if links:
             spots = () if at is None else (self._names.spot(at),)
-            await self._all(links, Ask(do, key, revision, spots, lost=tuple(sorted(lost))), self._patience.closed)
+            news = Ask(do, key, revision, spots, lost=tuple(sorted(lost)), ending=ending)
+            await self._all(links, news, self._patience.closed)
 
     def say(self, worker: Worker, word: Word) -> None:
         """Have all hear it soon; nobody waits for that."""
         for link in self._usable():
             link.quick.ask(Ask("health", "", at=(self._names.spot(worker.targets[0]),), said=word.value))
 
-    async def close_for_us(self, key: str, revision: int | None) -> str | None:
+    async def close_for_us(self, ending: Ending, revision: int | None) -> str | None:
         """Have a peer that reaches the store close the claim: closed, gone or superseded; None: nobody could."""
+        ask = Ask("close", ending.key, revision, ending=ending)
         for link in self._usable():
             if link.up:
-                answer = await _within(link.slow.ask(Ask("close", key, revision)), self._patience.store)
+                answer = await _within(link.slow.ask(ask), self._patience.store)
                 if answer is not None and answer.how:
                     return answer.how
                 link.doubt()

@@ -114,9 +114,9 @@ class Closer:
         if len(self._ended) > _ENDS_REMEMBERED:
             self._ended.popitem(last=False)
 
-    def begin(self, entry: Entry, *, heard: bool = False) -> asyncio.Task[None] | None:
-        """End what is known of the session here, and begin to close its claim. `heard`: from another replica, which
-        tells all others."""
+    def begin(self, entry: Entry, *, heard: Ending | None = None) -> asyncio.Task[None] | None:
+        """End what is known of the session here, and begin to close its claim. `heard`: how it has ended at another
+        replica, which tells all others."""
         if self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
         claim, entry.claim, entry.closing, entry.trial = entry.claim, None, False, False
@@ -139,10 +139,12 @@ class Closer:
         elif self._entries.find(entry.key) is entry:
             self._entries.forget(entry.key)
 
-    def end(self, key: str, claim: Claim | None = None, *, heard: bool = False) -> asyncio.Task[None]:
-        """Begin to close the session's claim; the one that is known, or else whichever was made before now."""
-        nonce = "" if claim is None else claim.value.nonce
-        return self._begin(Ending(key, self._claims.wall(), nonce), claim, heard=heard)
+    def end(self, key: str, claim: Claim | None = None, *, heard: Ending | None = None) -> asyncio.Task[None]:
+        """Begin to close the session's claim; the one that is known, or else whichever was made before its end, which
+        is now if it was not `heard` of."""
+        moment = self._claims.wall() if heard is None else heard.moment
+        nonce = claim.value.nonce if claim is not None else "" if heard is None else heard.nonce
+        return self._begin(Ending(key, moment, nonce), claim, heard=heard is not None)
 
     def end_whatever(self, key: str, nonce: str) -> None:
         """As an admin orders who has not been told what stands: also what is no claim that can be read. `nonce`: of the
@@ -169,6 +171,8 @@ class Closer:
         been told, and one that has the store has been asked to do it."""
         task = self.begin(entry)
         if self._claims.state is not StoreState.AWAY:
+            if task is None and entry.key in self._closings:
+                task = self._closings[entry.key].task  # begun by the word of another replica
             await self._wait(task)
         elif entry.key in self._closings:
             await self._ask_peers(self._closings[entry.key])
@@ -235,10 +239,11 @@ class Closer:
         if closing.told or not self._peers:
             return
         closing.told = True
-        key, revision = closing.ending.key, None if closing.claim is None else closing.claim.revision
-        await self._peers.tell("ended", key, revision)
-        outcome = await self._peers.close_for_us(key, revision)
-        if outcome is not None:
+        ending, revision = closing.ending, None if closing.claim is None else closing.claim.revision
+        await self._peers.tell("ended", ending.key, revision, ending=ending)
+        outcome = await self._peers.close_for_us(ending, revision)
+        # What a peer takes for a successor's by its age alone may be one that we know to be none (`Ending.covers`).
+        if outcome is not None and (revision is not None or outcome != CloseOutcome.SUPERSEDED.value):
             closing.closed = True
             self._metrics.closes.inc(outcome)
 

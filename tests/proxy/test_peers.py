@@ -21,6 +21,7 @@ from app.fleet.policies import least, rendezvous
 from app.http.client import client_protocol
 from app.sessions.claims import StoreState
 from app.sessions.door import Door
+from app.sessions.endings import Ending
 from app.sessions.peers import Ask, Known, Patience, Peer, Peers
 from backends.base import ClaimValue
 from backends.memory import MemoryStore
@@ -180,7 +181,7 @@ async def test_news_of_what_a_peer_does_not_know_are_passed_over(other: Other, p
     """It may be of another version."""
     await peers.tell("something new", KEY, 1)
     assert not other.desk.asked
-    assert await peers.close_for_us(KEY, 1) == "closed"
+    assert await peers.close_for_us(Ending(KEY, 0.0), 1) == "closed"
 
 
 async def test_a_peer_that_hangs_costs_a_moment_and_then_nothing(here: Replica) -> None:
@@ -402,6 +403,36 @@ async def test_what_another_replica_has_ended_is_not_claimed_again_after_an_outa
     await until(lambda: two.affinity.state is StoreState.UP and not alone(two))
     claim = await inner.get(KEY)
     assert (claim is None) is ended
+    for replica in (one, two):
+        await replica.affinity.aclose()
+    peers.close()
+    await inner.aclose()
+
+
+@pytest.mark.parametrize("successor", [True, False])
+async def test_a_peer_that_closes_for_who_never_saw_the_claim_leaves_a_successor(
+    here: Replica, other: Other, successor: bool
+) -> None:
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    one, two = Replica(inner, name="r1"), Replica(store, name="r2", peers=peers)
+    other.desk = one.affinity.desk
+    one.affinity.start()
+    two.affinity.start()
+    store.go_away()
+    turn = await two.turn(final=True)  # nobody has told it of any peer
+    assert turn.how == "degraded"
+    turn.answered(200)
+    made = int(two.affinity._claims.wall()) + (5 if successor else -5)
+    claim = (await inner.create_or_get(KEY, ClaimValue(worker="a", replica="r1", created_at=made), 60.0)).claim
+    peers.update([other.peer()])
+    await turn.close()
+    turn.release()
+    assert await inner.get(KEY) == (claim if successor else None)
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP and not two.affinity.pending_closes)
+    assert await inner.get(KEY) == (claim if successor else None)
     for replica in (one, two):
         await replica.affinity.aclose()
     peers.close()

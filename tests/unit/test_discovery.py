@@ -21,8 +21,9 @@ from app.fleet.discovery.source import Said, Source, Trouble, View
 from app.fleet.health import Tolerance
 from app.fleet.specs import WorkerError, WorkerSpec, worker_spec
 from app.fleet.workers import Fleet, Worker, make_worker
+from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
-from backends.registry import Registry
+from backends.registry import Registry, RegistryEvent
 from tests.support.fakes import in_virtual_time, settle
 
 GRACE = 30.0
@@ -56,6 +57,35 @@ class Saying:
 
     async def aclose(self) -> None:
         self.closed = True
+
+
+class Breaking:
+    """A registry whose watch can be broken, and stays so until it is mended."""
+
+    def __init__(self, inner: Registry) -> None:
+        self.put, self.remove, self.list, self._watch = inner.put, inner.remove, inner.list, inner.watch
+        self._broken = asyncio.Event()
+
+    def break_(self) -> None:
+        self._broken.set()
+
+    def mend(self) -> None:
+        self._broken.clear()
+
+    async def watch(self, kind: str) -> AsyncIterator[RegistryEvent]:
+        broken = asyncio.ensure_future(self._broken.wait())
+        events = aiter(self._watch(kind))
+        try:
+            while True:
+                event: asyncio.Future[Any] = asyncio.ensure_future(anext(events))
+                either: set[asyncio.Future[Any]] = {event, broken}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if broken.done():
+                    event.cancel()
+                    raise StoreUnavailable("the watch is broken")
+                yield event.result()
+        finally:
+            broken.cancel()
 
 
 class Setting:
@@ -276,6 +306,35 @@ async def test_a_name_that_a_claim_says_is_waited_for_and_looked_for() -> None:
         began = asyncio.get_running_loop().time()
         assert await s.fleet.learn("b") is False  # it is known to be gone
         assert asyncio.get_running_loop().time() == began
+
+
+@in_virtual_time
+async def test_who_has_been_cut_off_asks_again_for_a_worker_that_is_known_to_be_gone() -> None:
+    """Its removal may have been taken back meanwhile."""
+    loop = asyncio.get_running_loop()
+    store = MemoryStore(clock=loop.time)
+    registry = Breaking(store.registry)
+    async with listening(named=(A, B), registry=registry) as s:
+        await s.operators.mark("b", "removed", by="me")
+        await settle()
+        assert s.names == ["a"]
+        assert await s.fleet.learn("b") is False
+        assert loop.time() == 1000.0
+        registry.break_()
+        await asyncio.sleep(60)
+        began = loop.time()
+        assert await s.fleet.learn("b") is False
+        assert began < loop.time() < began + 3
+        again = loop.time()
+        assert await s.fleet.learn("b") is False  # nor is it waited for again so soon
+        assert loop.time() == again
+        await asyncio.sleep(60)
+        await store.registry.remove(MARKS, "b")
+        registry.mend()
+        began = loop.time()
+        assert await s.fleet.learn("b") is True
+        assert loop.time() < began + 0.1  # it is read at once, and not when its turn comes
+    await store.aclose()
 
 
 @in_virtual_time

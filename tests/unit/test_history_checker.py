@@ -588,6 +588,39 @@ def test_single_calls_that_hang_are_no_outage() -> None:
     assert story.broken_rules() == ["degraded", "moved without cause"]
 
 
+@pytest.mark.parametrize(
+    ("outage", "cut_until", "serves", "legal"),
+    [
+        ((1, 3), 12.0, "w1", True),
+        ((1, 3), 12.0, "w0", False),  # it goes where nobody serves the session
+        ((1, 3), 6.0, "w1", False),  # that one has the store again, and knows the claim
+        (None, 12.0, "w1", False),  # it has no reason to doubt a claim
+    ],
+)
+def test_a_claim_may_be_doubted_where_a_replica_without_the_store_serves_the_session(
+    outage: tuple[float, float] | None, cut_until: float, serves: str, legal: bool
+) -> None:
+    story = Story("etcd", ttl=60)
+    if outage:
+        story.fault("store-cut", "r2", *outage)
+    story.fault("store-cut", "r0", 4, cut_until)
+    story.turn(5, "degraded", serves)
+    story.turn(6, "created", "w0", replica="r1")
+    story.turn(10, "degraded", "w1", replica="r2")
+    story.turn(11, "degraded", "w1", replica="r2")
+    assert ("degraded" not in story.broken_rules()) is legal
+
+
+@pytest.mark.parametrize(("start", "worker", "legal"), [(8.0, "w0", True), (8.0, "w1", False), (30.0, "w0", False)])
+def test_a_claim_may_be_doubted_that_was_made_since_the_store_was_wiped(start: float, worker: str, legal: bool) -> None:
+    story = Story("etcd", ttl=60)
+    story.turn(0, "created", "w0")
+    story.fault("store-wiped", "", 1, 3)
+    story.turn(start - 1, "created", "w1", replica="r1")
+    story.turn(start, "degraded", worker)
+    assert ("degraded" not in story.broken_rules()) is legal
+
+
 @pytest.mark.parametrize("legal", [True, False])
 def test_a_wiped_store_has_lost_its_claims_until_they_are_made_again(legal: bool) -> None:
     story = Story("etcd", ttl=100)

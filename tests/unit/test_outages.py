@@ -691,6 +691,98 @@ async def test_the_news_of_an_end_closes_no_other_claim_than_the_one_it_names(su
         assert (await store.get(KEY) is not None) is successor
 
 
+@pytest.mark.parametrize("successor", [True, False])
+@pytest.mark.parametrize("knows", ["proven", "unproven", "nothing"])
+@pytest.mark.parametrize("ask", ["ended", "close"])
+@in_virtual_time
+async def test_an_end_without_a_revision_closes_at_a_peer_what_was_claimed_before_it(
+    ask: str, knows: str, successor: bool
+) -> None:
+    """It was served without its claim there; the claim here may be of a session that has begun since."""
+    inner = memory()
+    store = scripted(inner)
+    async with running(scripted(inner), name="r1") as r1, running(store, name="r2") as r2:
+        ending = Ending(KEY, WALL + now() + 1.0)
+        await asyncio.sleep(2.0 if successor else 0.0)
+        await (r1 if knows == "nothing" else r2).visit()
+        if knows == "unproven":
+            store.drop_watch()
+        await asyncio.sleep(2.0)
+        if ask == "close":
+            said = await r2.affinity.desk.close(Ask("close", KEY, ending=ending))
+            assert said is not None
+            assert said.how == ("superseded" if successor else "closed")
+        else:
+            r2.affinity.desk.ended(Ask("ended", KEY, ending=ending))
+        await asyncio.sleep(5)
+        assert (await inner.get(KEY) is not None) is (successor or (ask, knows) == ("ended", "nothing"))
+
+
+@pytest.mark.parametrize("used_since", [True, False])
+@in_virtual_time
+async def test_the_news_of_an_end_ends_no_session_without_a_claim_that_was_used_since(used_since: bool) -> None:
+    store = scripted()
+    async with running(store) as r:
+        cut_off(store)
+        moment = WALL + now()
+        await r.visit()
+        if not used_since:
+            await asyncio.sleep(2)
+            moment = WALL + now()
+        r.affinity.desk.ended(Ask("ended", KEY, 7, ending=Ending(KEY, moment)))
+        assert r.affinity.knows(KEY) is used_since
+        await asyncio.sleep(2)
+        join(store)
+        await asyncio.sleep(20)
+        assert (await store.get(KEY) is not None) is used_since
+
+
+@in_virtual_time
+async def test_a_final_turn_waits_for_the_close_that_another_replicas_word_has_begun() -> None:
+    store = scripted()
+    async with running(store) as r:
+        turn = await r.turn(final=True)
+        claim = await store.get(KEY)
+        assert claim is not None
+        go = store.hold("close")
+        r.affinity.desk.ended(Ask("ended", KEY, claim.revision, ending=Ending(KEY, WALL + now())))
+        turn.answered(200)
+        assert turn.holds_end
+        closing = asyncio.create_task(turn.close())
+        await asyncio.sleep(0.3)
+        assert not closing.done()
+        go.set()
+        await closing
+        assert await store.get(KEY) is None
+        turn.release()
+
+
+@pytest.mark.parametrize("store_is", ["up", "away"])
+@in_virtual_time
+async def test_a_turn_that_is_moved_after_its_session_has_ended_elsewhere_begins_a_new_one(store_is: str) -> None:
+    store = scripted()
+    async with running(store) as r:
+        turn = await r.turn()
+        turn.answered(200)
+        claim = await store.get(KEY)
+        assert claim is not None
+        if store_is == "away":
+            cut_off(store)
+            await r.visit(key_of(1))  # which finds it away
+        r.affinity.desk.ended(Ask("ended", KEY, claim.revision, ending=Ending(KEY, WALL + now())))
+        await asyncio.sleep(2)
+        left = turn.target.worker.name
+        await turn.rebind(frozenset({left}), ANYWHERE)
+        moved = turn.target.worker.name
+        turn.release()
+        if store_is == "away":
+            join(store)
+        await asyncio.sleep(30)
+        claim = await store.get(KEY)
+        assert claim is not None
+        assert claim.value.worker == moved != left
+
+
 @pytest.mark.parametrize("later", [-4.0, 0.0, 4.0])
 @in_virtual_time
 async def test_an_end_wins_over_another_replicas_claiming_again(later: float) -> None:

@@ -78,7 +78,7 @@ class Discovery:
             self.marks = Marks(registry, self.apply, self._told)
             self.marks.begin()
         self.sources.begin(sources)
-        self._fleet.look = self.sources.look
+        self._fleet.look, self._fleet.deaf = self._look, self._deaf
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_WORD_WITHIN):
                 await self.sources.wait()
@@ -104,6 +104,14 @@ class Discovery:
         await self.sources.keep(labels)
         self.sources.begin(sources)
         self.apply()
+
+    def _look(self) -> None:
+        self.sources.look()
+        if self.marks is not None:
+            self.marks.look()
+
+    def _deaf(self) -> bool:
+        return any(each.trouble for each in self.sources) or (self.marks is not None and self.marks.trouble != "")
 
     # -- deciding
 

@@ -87,11 +87,16 @@ class Marks:
         self.trouble = ""
         """Why they cannot be read now; the last ones stand."""
         self._heard = asyncio.Event()
+        self._again = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
         """Inside the running loop."""
         self._task = asyncio.create_task(self._follow())
+
+    def look(self) -> None:
+        """Read them at once where they could not be read."""
+        self._again.set()
 
     async def wait(self) -> None:
         """Until they have been read, or could not be."""
@@ -102,7 +107,7 @@ class Marks:
 
     async def _follow(self) -> None:
         try:
-            async for said in follow(self._registry, MARKS):
+            async for said in follow(self._registry, MARKS, self._again):
                 trouble = said.why if isinstance(said, Trouble) else ""
                 if isinstance(said, Records):
                     self._read(await self._written_again(said.by_name) if said.rewound else said.by_name)

@@ -84,8 +84,9 @@ class Records(msgspec.Struct, frozen=True):
     """The registry is not the one that was read before, or has gone back in time."""
 
 
-async def follow(registry: Registry, kind: str) -> AsyncIterator[Records | Trouble]:
-    """The records of a kind whenever they change, and why they cannot be read. Does not end."""
+async def follow(registry: Registry, kind: str, again: asyncio.Event | None = None) -> AsyncIterator[Records | Trouble]:
+    """The records of a kind whenever they change, and why they cannot be read. Does not end. One that did not answer is
+    asked again at once when `again` is set."""
     failures = 0
     while True:
         records: dict[str, bytes] = {}
@@ -109,7 +110,11 @@ async def follow(registry: Registry, kind: str) -> AsyncIterator[Records | Troub
         except StoreError as error:
             why = str(error)
         yield Trouble(why)
-        await asyncio.sleep(_AGAIN_AFTER[min(failures, len(_AGAIN_AFTER) - 1)])
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_AGAIN_AFTER[min(failures, len(_AGAIN_AFTER) - 1)]):
+                await (again or asyncio.Event()).wait()
+        if again is not None:
+            again.clear()
         failures += 1
 
 
@@ -142,13 +147,15 @@ class RegistrySource:
         self._registry, self._host, self._close = registry, host, close
         self._read: dict[str, _Read] = {}
         """What the records say. Each is read once, however often others change."""
+        self._again = asyncio.Event()
 
     async def says(self) -> AsyncIterator[Said]:
-        async for said in follow(self._registry, WORKERS):
+        async for said in follow(self._registry, WORKERS, self._again):
             yield said if isinstance(said, Trouble) else self._view(said)
 
     def look(self) -> None:
-        """Its watch tells."""
+        """Its watch tells, while it stands."""
+        self._again.set()
 
     async def aclose(self) -> None:
         if self._close is not None:

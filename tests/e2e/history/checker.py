@@ -35,7 +35,7 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 - *first turn failed*: a turn that was `created` or `rebound` and answered 408, 409, 425, 429, 5xx or not at all, of the
   worker it ran at, from its end to the end of the last turn beside it on that replica, held up as finals are;
 - *worker lost*: as often as there are sessions, from the kill (or from when it fell ill, see `ILL`) until every replica
-  says that it is up again;
+  says that it is up again (who lacks it, having been cut off when its removal was taken back, does not say so);
 - *by hand*: the nemesis removed or garbled the claim, or had an admin end the session. Each order of an admin ends what
   stands when it comes, once: by its answer, or, if that was `pending` or did not come, when the turns that run there
   have ended, held up as finals are. If it *replaced* the claim, the register has the new value from then on;
@@ -44,9 +44,9 @@ Each is as short as the design promises and no shorter, so a replica that goes o
 Claims do not end with the replica that made them, with the store's members, or with time alone, so none of these is
 here. Turns that the router calls `degraded` were placed without the store: they are left out of the register, but each
 must lie in an outage that the nemesis made, or in the time after it in which a late claim is not believed (`DOUBT`, if
-its replica had served the session in the outage), or while the session's claim was garbled. In an outage a replica also
-goes on with what it knew, however old, where it could not ask (`cached`); such a turn is left out too, if there is no
-order with it, and counted.
+its replica had served the session in the outage, or before the store was wiped, or goes where another one serves it
+that is in an outage still), or while its claim was garbled. In an outage a replica also goes on with what it knew,
+however old, where it could not ask (`cached`); such a turn is left out too, if there is no order with it, and counted.
 
 **Moved without cause** (`check_moves`). The register says nothing of turns without the store; this does. What was
 served is the truth: a turn that was served at another worker than the last one that had been served before it was sent
@@ -660,12 +660,40 @@ class _Session:
             for fault in self.by_hand
         ):
             return True
-        return any(
-            other.affinity == "degraded"
+        own = [
+            other
+            for other in self.turns
+            if other.affinity == "degraded"
             and other.replica == turn.replica
             and turn.start - DOUBT - RECOVERY <= other.start < turn.start
-            and self.faults.away(turn.replica, other.start, other.head or other.end)
-            for other in self.turns
+        ]
+        return any(self.faults.away(each.replica, each.start, each.head or each.end) for each in own) or any(
+            self._may_doubt(each) for each in (*own, turn)
+        )
+
+    def _may_doubt(self, turn: Sent) -> bool:
+        """Whether its replica may go by something else than a claim that was made since its last outage: by where it
+        served the session last, if the store has lost its memory since, or by the word of another replica that is in an
+        outage still and serves the session without a claim. (Until one says that it serves by the claim: that one may
+        be frozen.)"""
+        at, end, faults = self.place(turn), turn.head or turn.end, self.faults
+        before = [other for other in self.turns if other.start < turn.start]
+        last = next((other for other in reversed(before) if other.replica == turn.replica and self.place(other)), None)
+        wiped = any(
+            last.start <= fault.end and fault.start <= end and turn.start <= fault.end + DOUBT + RECOVERY
+            for fault in faults.of("store-wiped")
+            if last is not None and self.place(last) == at
+        )
+        return wiped or (
+            faults.away(turn.replica, turn.start, end, DOUBT)
+            and any(
+                other.affinity == "degraded"
+                and other.replica != turn.replica
+                and self.place(other) == at
+                and faults.away(other.replica, other.start, other.head or other.end)
+                and faults.away(other.replica, turn.start, end)
+                for other in before
+            )
         )
 
     def row_start(self, turn: Sent) -> float:

@@ -160,18 +160,17 @@ class Deployment:
             node.descriptors = _descriptors(node)
 
     async def doubts(self, worker: Node) -> list[str]:
-        """What those replicas say that answer and have not found the worker to be up."""
+        """What those replicas say that answer and have not found the worker to be up. One that was cut off from the
+        store when its removal was taken back does not have it at all, and takes it for lost."""
         found = []
         for replica in self.replicas:
             with contextlib.suppress(OSError, Cut, TimeoutError):
                 said = await ask(replica.url, target="/admin/workers")
                 if said.status != 200:  # its port is somebody else's until it is started again
                     continue
-                found += [
-                    f"{replica.name}: {each}"
-                    for each in said.json["workers"]
-                    if each["name"] == worker.name and each["state"] != "up"
-                ]
+                seen = [each for each in said.json["workers"] if each["name"] == worker.name]
+                if not seen or any(each["state"] != "up" for each in seen):
+                    found.append(f"{replica.name}: {seen}")
         return found
 
     async def order_end(self, session: str, replica: Node) -> str:

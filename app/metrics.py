@@ -132,6 +132,8 @@ class Histogram:
         if not self.labels:
             self._own = self._cell(())
             """The cell of one without labels."""
+        self._row: list[list[float]] = []
+        """The cells of `observe_each`, once that was called."""
 
     def _cell(self, labels: Labels) -> list[float]:
         cell = self._cells[labels] = [*[0] * (len(self.bounds) + 1), 0.0]
@@ -148,13 +150,18 @@ class Histogram:
         cell[bisect_left(self.bounds, value)] += 1
         cell[-1] += value
 
-    def observe_each(self, values: Iterable[tuple[Labels, float]]) -> None:
-        """Of one with labels: some at once."""
-        bounds, cells = self.bounds, self._cells
-        for labels, value in values:
-            cell = cells.get(labels) or self._cell(labels)
-            cell[bisect_left(bounds, value)] += 1
-            cell[-1] += value
+    def observe_each(self, values: Iterable[float]) -> None:
+        """Of one with a label whose values are known: something under each of them, in their order."""
+        if not self._row:
+            (names,) = self.labels.values()
+            self._row = [self._cell((name,)) for name in names]
+        bounds = self.bounds
+        for cell, value in zip(self._row, values):  # noqa: B905 (as long as each other; to have it checked costs)
+            if value:
+                cell[bisect_left(bounds, value)] += 1
+                cell[-1] += value
+            else:
+                cell[0] += 1
 
     def observe_with(self, other: Histogram, value: float) -> None:
         """In both, which have the same bounds and no labels."""
@@ -175,6 +182,7 @@ class Histogram:
 
     def forget(self) -> None:
         self._cells.clear()
+        self._row.clear()
 
     def adopt(self, labels: Labels, other: Histogram) -> None:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""

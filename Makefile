@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run demo test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run demo test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement bench-phases soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -86,6 +86,10 @@ bench-claims: $(READY)
 # Where new sessions go: what a choice costs, how it spreads, and policies beside peers, see benchmarks/README.md
 bench-placement: $(READY)
 	@$(BIN)/python -m benchmarks.placement $(if $(QUICK),--quick)
+
+# Turns in two phases, beside the routers of vLLM and SGLang (`make bench-peers` first), see benchmarks/README.md
+bench-phases: $(READY)
+	@$(BIN)/python -m benchmarks.phases $(if $(QUICK),--quick)
 
 # Of each soak: `make soak SOAK_SECONDS=60`
 SOAK_SECONDS ?=

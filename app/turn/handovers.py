@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -111,9 +112,11 @@ def can_be_split(path: bytes) -> bool:
     return path in _PATHS
 
 
-def split(body: bytes, handover: Handover = "vllm") -> Parts | Halves | None:
-    """None: it cannot be, so that it goes whole to the decode worker."""
-    said = members(body)
+def split(
+    body: bytes, handover: Handover = "vllm", said: Mapping[str, msgspec.Raw] | None = None
+) -> Parts | Halves | None:
+    """None: it cannot be, so that it goes whole to the decode worker. `said`: its members, where they are known."""
+    said = members(body) if said is None else dict(said)
     if not said:
         return None
     try:

@@ -139,7 +139,7 @@ class PhasedTurn(PromptTurn):
             how = "little_new"
         else:
             self._speaks = worker.handover
-            parts = None if request.once or not request.body else split(request.body, worker.handover)
+            parts = None if request.once or not request.body else split(request.body, worker.handover, request.members)
             how = "body" if parts is None else "two_phases"
         self._shared.metrics.phase_turns.cells[how,] += 1
         if parts is None and self._prefill_hint is not None:

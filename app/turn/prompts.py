@@ -8,15 +8,17 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
+
 from app.errors import TurnError
 from app.fleet.capacity import Choice, Full, Slot
 from app.fleet.specs import HANDOVERS, Handover
 from app.fleet.workers import Target, Worker
-from app.http.headers import Header, response_headers
+from app.http.headers import Header, Noted, response_headers
 from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.sessions.affinity import Binding
-from app.turn.fields import with_member
+from app.turn.fields import strict_members, with_member
 from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, refuse_meeting, worded
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
@@ -28,6 +30,9 @@ from app.turn.slots import Slots
 from app.turn.turn import Turn
 
 _NOBODY: frozenset[str] = frozenset()
+_LONG = 1024
+"""Bytes of a body from which on to read it twice takes longer than to write some of it anew."""
+_encode = msgspec.json.Encoder().encode
 
 
 class Relayed(Exception):
@@ -50,8 +55,25 @@ class SplitRequest(Request):
     """It has a hand-over in it, and surely no worker has read that."""
     meeting: Meeting | None = None
     """Where it is to be met."""
+    _members: dict[str, msgspec.Raw] | None = None
+    _members_of = b""
     missed: Callable[[Meeting], None] | None = None
     """Told when it is sent and nobody comes there any more. None: there is no meeting."""
+
+    def _read_fields(self, body: bytes, noted: Noted) -> None:
+        """To be split it is read by its members; where it is long, then its fields are read of those."""
+        names = self._reading.fields.names
+        said = strict_members(body) if len(body) > _LONG and names is not None else None
+        if said is None or names is None:
+            super()._read_fields(body, noted)
+            return
+        self._members, self._members_of = said, body
+        super()._read_fields(_encode({name: said[name] for name in names if name in said}), noted)
+
+    @property
+    def members(self) -> dict[str, msgspec.Raw] | None:
+        """Of its body; None: they are not known yet."""
+        return self._members if self._members_of is self.body else None
 
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
         """Raises TurnError."""

@@ -107,7 +107,7 @@ _NAMED = {"whole": "whole turns", "vllm": "vLLM's hand-over", "sglang": "SGLang'
 
 def _coatcheck(port: int, workers: Sequence[Worker], claims: str) -> list[str]:
     command = [sys.executable, "-m", "app", "serve", f"--port={port}", f"--claims={claims}", "--log-level=error"]
-    command += ["--prefill-from=0", "--drain-timeout=1"]
+    command += ["--prefill-from=0", "--drain-timeout=1", "--store-deadline=20"]  # no outage is looked for
     for number, each in enumerate(workers):
         option = f"--worker={each.url},name=w{number}"
         if each.phase != "both":

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -211,12 +211,12 @@ class _Conversation:
         self._name = f"{seed} {session.name}"
         self._messages = [{"role": "system", "content": system}] if system else []
 
-    def ask(self, turn: Turn, members: dict[str, Any]) -> bytes:
+    def ask(self, turn: Turn, members: Mapping[str, Any] = {}) -> bytes:
         length = sum(len(each["content"]) + 30 for each in self._messages)  # with what a template puts around
         text = _text(f"{self._name} {len(self._messages)}", max(8, turn.prompt * TOKEN_BYTES - length - 50))
         self._messages.append({"role": "user", "content": text})
         asked = {"model": MODEL, "messages": self._messages, "max_tokens": turn.answer, "stream": True}
-        return msgspec.json.encode(asked | {"stream_options": {"include_usage": True}} | members)
+        return msgspec.json.encode({**asked, "stream_options": {"include_usage": True}, **members})
 
     def hear(self, text: str) -> None:
         self._messages.append({"role": "assistant", "content": text})

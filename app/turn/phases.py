@@ -54,7 +54,8 @@ _FREED_WITHIN = 5.0
 """Seconds that a worker has to begin to answer a request whose client has left, before it is cut off."""
 _ENOUGH = 64
 """Bytes of a stream that tell whether its first event is an error."""
-_is_error = re.compile(rb'\s*data:\s*\{\s*"error"\s*:').match
+_is_error = re.compile(rb'\s*(?:event:\s*error\s|data:\s*\{\s*"error"\s*:)').match
+"""In the words of either API."""
 _NOT_BEGUN = frozenset({400, 404, 413, 415, 422})
 """Statuses of a request that was refused before anything was done for it."""
 _WAITED = ("cached", "stored")
@@ -133,7 +134,7 @@ class PhasedTurn(PromptTurn):
         request, exchange, worker, parts = self._request, self._exchange, decision.target.worker, None
         if worker.phase != "decode":
             how = "one_worker"
-        elif exchange.method != b"POST" or not can_be_split(exchange.raw_path):
+        elif exchange.method != b"POST" or not can_be_split(exchange.raw_path, worker.handover):
             how = "path"
         elif self._phases.prefills.least_new and self._is_little(decision):
             how = "little_new"
@@ -246,7 +247,7 @@ class PhasedTurn(PromptTurn):
             and attempt is not None
             and attempt.target is binding.target
             and self._status < 300
-            and can_be_split(self._exchange.raw_path)
+            and can_be_split(self._exchange.raw_path, attempt.target.worker.handover)
         ):
             binding.saw(len(self._whole or self._request.body))
 
@@ -372,7 +373,9 @@ class PhasedTurn(PromptTurn):
         hint = self._phases.prefills.hint(self._request, self._exchange) if self._request.may_hint else None
         said = await super()._explained()
         worker = self._shared.fleet.worker(said["worker"])
-        if worker is not None and worker.phase == "decode" and can_be_split(self._exchange.raw_path):
+        if worker is None or worker.phase != "decode":
+            return said
+        if can_be_split(self._exchange.raw_path, worker.handover):
             explained = self._phases.prefills.explain(self._request, hint, worker.handover)
             said["prefill"] = await self._presence.unless_gone(explained)
         return said

@@ -53,7 +53,15 @@ from app.turn.slots import Slots
 _FREED_WITHIN = 5.0
 """Seconds that a worker has to begin to answer a request whose client has left, before it is cut off."""
 _ENOUGH = 64
-"""Bytes of a stream that tell whether its first event is an error."""
+"""Bytes that tell whether an event is an error."""
+_MOST_OPENING = 8192
+"""Bytes after which what has no end is no event that opens a stream."""
+_opening = re.compile(
+    rb'(?:event:[ ]?message_start\b|data:[^\r\n]*"delta":\s?\{\s?"role":\s?"assistant",\s?"content":\s?""[,}])[^\r\n]*+'
+    rb"(?:\r?\n[^\r\n]++)*+\r?\n\r?\n"
+).match
+"""An event that says nothing yet: vLLM sends it with what comes next, be that an error."""
+_may_open = re.compile(rb"(?:data|event):").match
 _is_error = re.compile(rb'\s*(?:event:\s*error\s|data:\s*\{\s*"error"\s*:)').match
 """In the words of either API."""
 _NOT_BEGUN = frozenset({400, 404, 413, 415, 422})
@@ -77,6 +85,16 @@ class HandoverLost(Exception):
         self.failure = failure
 
 
+def spoken(text: bytes) -> bytes:
+    """Of the beginning of an answer, what stands behind the event that opens a stream, if one does; nothing, as long as
+    that is not whole."""
+    opening = _opening(text)
+    if opening is not None:
+        return text[opening.end() :]
+    whole = b"\n\n" in text or b"\r\n\r\n" in text or len(text) >= _MOST_OPENING
+    return text if whole or _may_open(text) is None else b""
+
+
 class First:
     """Takes the beginning of an answer (`Sink`), and gives it back to whoever relays it."""
 
@@ -89,7 +107,7 @@ class First:
     def on_data(self, data: bytes, end: bool) -> None:
         self.pieces.append(data)
         self._size += len(data)
-        if end or self._size >= _ENOUGH:
+        if end or (self._size >= _ENOUGH and len(spoken(b"".join(self.pieces))) >= _ENOUGH):
             self.came.set()
 
     def on_chunk(self, frame: bytes, start: int) -> None:
@@ -267,11 +285,12 @@ class PhasedTurn(PromptTurn):
         if attempt.upload_fault is not None:
             raise attempt.upload_fault
         self._first = True
-        pieces = response.pieces
-        refused = status == 500 or (status < 300 and _is_error(b"".join(pieces)) is not None)
+        text = b"".join(response.pieces)
+        said = spoken(text) or (text if response.complete else b"")
+        refused = status == 500 or (status < 300 and _is_error(said) is not None)
         if refused:
             self._shared.metrics.handover_failures.inc("refused")
-        if (refused or (failure is not None and not pieces)) and not self._started_over:
+        if (refused or (failure is not None and not said)) and not self._started_over:
             if failure is not None:
                 blame(attempt.target.worker.health, failure)
             raise HandoverLost(failure)

@@ -60,7 +60,7 @@ CLIENTS_SECONDS ?= 1800
 test-clients: $(READY)
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 -o faulthandler_timeout=0 tests/clients/test_python.py \
-		tests/clients/test_node.py tests/clients/test_vllm.py tests/clients/test_vllm_kv.py
+		tests/clients/test_node.py tests/clients/test_vllm.py tests/clients/test_vllm_kv.py tests/clients/test_vllm_phases.py
 
 # An operator's day by the documentation's own commands, with nginx and Prometheus (Debian: apt-get install nginx prometheus)
 day: $(READY)

@@ -318,7 +318,7 @@ async def test_a_turn_that_has_ended_is_in_no_circle(kind: str) -> None:
     how: dict[str, Any] = {"prefill": 1, "decode": 1, "replicas": 1}
     fleet = met(**how) if kind == "sglang" else phased(**how)
     async with fleet as room:
-        whole = {"n": 2} if kind == "plain" else {}
+        whole: dict[str, Any] = {"n": 2} if kind == "plain" else {}
         turns = room.replicas[0].turns
         gc.collect()
         gc.disable()

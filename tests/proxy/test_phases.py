@@ -216,7 +216,7 @@ async def test_blocks_that_are_gone_are_computed_anew_once(stream: bool) -> None
 @pytest.mark.parametrize("stream", [False, True])
 async def test_messages_are_split_as_well_and_computed_anew_when_blocks_are_gone(stream: bool) -> None:
     async with phased(prefill=1, decode=1, replicas=1) as room:
-        request = {"path": "/v1/messages", "stream": stream, "max_tokens": 4}
+        request: dict[str, Any] = {"path": "/v1/messages", "stream": stream, "max_tokens": 4}
         assert places(await room.turn(**request)) == ("p0", "d0")
         await room.mocks["p0"].fault(mode="handover", how="gone")
         again = await room.turn(**request)

@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run demo test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement soak soak-proxy clean
+.PHONY: run demo test fuzz test-browser test-clients day check check-rules smoke smoke-lowest bench bench-peers bench-claims bench-placement bench-phases soak soak-proxy clean
 
 run: $(READY)
 	@exec $(BIN)/coatcheck up
@@ -60,7 +60,7 @@ CLIENTS_SECONDS ?= 1800
 test-clients: $(READY)
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 -o faulthandler_timeout=0 tests/clients/test_python.py \
-		tests/clients/test_node.py tests/clients/test_vllm.py tests/clients/test_vllm_kv.py
+		tests/clients/test_node.py tests/clients/test_vllm.py tests/clients/test_vllm_kv.py tests/clients/test_vllm_phases.py
 
 # An operator's day by the documentation's own commands, with nginx and Prometheus (Debian: apt-get install nginx prometheus)
 day: $(READY)
@@ -88,6 +88,10 @@ bench-claims: $(READY)
 # Where new sessions go: what a choice costs, how it spreads, and policies beside peers, see benchmarks/README.md
 bench-placement: $(READY)
 	@$(BIN)/python -m benchmarks.placement $(if $(QUICK),--quick)
+
+# Turns in two phases, beside the routers of vLLM and SGLang (`make bench-peers` first), see benchmarks/README.md
+bench-phases: $(READY)
+	@$(BIN)/python -m benchmarks.phases $(if $(QUICK),--quick)
 
 # Of each soak: `make soak SOAK_SECONDS=60`
 SOAK_SECONDS ?=

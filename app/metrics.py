@@ -138,6 +138,8 @@ class Histogram:
             """The cell of one without labels."""
         self._fresh: list[float] = []
         """Observed by one without labels, and not in its cell yet."""
+        self._row: list[list[float]] = []
+        """The cells of `observe_each`, once that was called."""
 
     def _cell(self, labels: Labels) -> list[float]:
         cell = self._cells[labels] = [*[0] * (len(self.bounds) + 1), 0.0]
@@ -167,13 +169,18 @@ class Histogram:
         cell[bisect_left(self.bounds, value)] += 1
         cell[-1] += value
 
-    def observe_each(self, values: Iterable[tuple[Labels, float]]) -> None:
-        """Of one with labels: some at once."""
-        bounds, cells = self.bounds, self._cells
-        for labels, value in values:
-            cell = cells.get(labels) or self._cell(labels)
-            cell[bisect_left(bounds, value)] += 1
-            cell[-1] += value
+    def observe_each(self, values: Iterable[float]) -> None:
+        """Of one with a label whose values are known: something under each of them, in their order."""
+        if not self._row:
+            (names,) = self.labels.values()
+            self._row = [self._cell((name,)) for name in names]
+        bounds = self.bounds
+        for cell, value in zip(self._row, values):  # noqa: B905 (as long as each other; to have it checked costs)
+            if value:
+                cell[bisect_left(bounds, value)] += 1
+                cell[-1] += value
+            else:
+                cell[0] += 1
 
     def counts(self, of: Callable[[Labels], bool] = lambda labels: True) -> list[int]:
         """How many were observed in each bucket, of the cells whose labels are meant."""
@@ -186,6 +193,7 @@ class Histogram:
 
     def forget(self) -> None:
         self._cells.clear()
+        self._row.clear()
 
     def adopt(self, labels: Labels, other: Histogram) -> None:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""

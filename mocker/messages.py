@@ -38,6 +38,7 @@ class _Request(_Prompt, kw_only=True):
     max_tokens: int
     stream: bool | None = None
     metadata: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 _parse_prompt = wire.decoder(_Prompt)
@@ -60,6 +61,7 @@ def parse(body: bytes) -> Ask:
         most_tokens=wire.checked_limit(request.max_tokens, "max_tokens"),
         stream=bool(request.stream),
         named=identity.of_body(None, request.metadata),
+        transfer=request.kv_transfer_params,
     )
 
 

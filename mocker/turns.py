@@ -486,6 +486,9 @@ class _RunningTurn:
         try:
             await self._fetch()
         except RequestError as error:
+            opening, ends, _ = answer.begin(self._usage(0)).partition(b"\n\n")
+            if turn.handover == "failed" and self._service.handover is not None and ends:
+                yield opening + ends  # vLLM says so much first
             yield answer.failed(error)
             return
         token = self._flow.token

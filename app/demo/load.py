@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -103,14 +103,16 @@ class Load:
         seed: int,
         block_size: int,
         headers: Callable[[str, bool], dict[str, str]],
+        members: Callable[[str], dict[str, Any]] = lambda session: {},
     ) -> None:
-        """Turns begin within `seconds`. `headers`: what says a turn's session, and whether it is the last one."""
+        """Turns begin within `seconds`. `headers`: what says a turn's session, and whether it is the last one;
+        `members`: what its body says of it."""
         self._sessions = sessions
         self._entrance = entrance
         self._seconds = seconds
         self._seed = seed
         self._block_size = block_size
-        self._headers = headers
+        self._headers, self._members = headers, members
         self._began = 0.0
         self.served: list[Served] = []
         """As they end."""
@@ -136,7 +138,7 @@ class Load:
             if self.now + turn.after >= self._seconds:
                 return  # nobody need wait for what will not be asked
             await asyncio.sleep(turn.after)
-            body = conversation.ask(turn)
+            body = conversation.ask(turn, self._members(session.name))
             headers = self._headers(session.name, turn is session.turns[-1])
             answer = await self._insist(session.name, body, headers)
             if answer is None:
@@ -209,12 +211,12 @@ class _Conversation:
         self._name = f"{seed} {session.name}"
         self._messages = [{"role": "system", "content": system}] if system else []
 
-    def ask(self, turn: Turn) -> bytes:
+    def ask(self, turn: Turn, members: Mapping[str, Any] = {}) -> bytes:
         length = sum(len(each["content"]) + 30 for each in self._messages)  # with what a template puts around
         text = _text(f"{self._name} {len(self._messages)}", max(8, turn.prompt * TOKEN_BYTES - length - 50))
         self._messages.append({"role": "user", "content": text})
         asked = {"model": MODEL, "messages": self._messages, "max_tokens": turn.answer, "stream": True}
-        return msgspec.json.encode(asked | {"stream_options": {"include_usage": True}})
+        return msgspec.json.encode({**asked, "stream_options": {"include_usage": True}, **members})
 
     def hear(self, text: str) -> None:
         self._messages.append({"role": "assistant", "content": text})

@@ -132,6 +132,10 @@ class FieldReader:
         """`prompts`: what tells of the prompt is wanted."""
         self._ids = tuple(ids)
         fields = _FIELDS[prompts]
+        self.names: frozenset[str] | None = None
+        """Of the members that are read, where these are short; None: the prompt is one of them."""
+        if prompts == "no":
+            self.names = frozenset((*fields.__struct_fields__, *(path.partition(".")[0] for path in self._ids)))
         self.decode: Callable[[bytes], Fields] = msgspec.json.Decoder(fields).decode
         """Without ids. Raises msgspec.DecodeError or RecursionError, as `decode_with_ids`."""
         self.decode_with_ids: Callable[[bytes], Fields] = msgspec.json.Decoder(_with_ids(self._ids, fields)).decode
@@ -248,6 +252,16 @@ def with_member(body: bytes, name: str, value: bytes) -> bytes:
     it was."""
     end = body.rindex(b"}")
     return b'%b%b"%b":%b%b' % (body[:end], b"" if body == b"{}" else b",", name.encode(), value, body[end:])
+
+
+def strict_members(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """As `members`, of a body that can be read at once; None: `members` may know more."""
+    if body[:1] != b"{":
+        return None
+    try:
+        return _decode_members(body)
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -30,7 +31,10 @@ TRANSFER = "kv_transfer_params"
 _HOST = "bootstrap_host"
 _OURS = frozenset({_HOST, "bootstrap_port", "bootstrap_room", "disagg_prefill_dp_rank"})
 """Whoever decodes goes wherever these say."""
-_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions"})
+_PATHS: dict[Handover, frozenset[bytes]] = {
+    "vllm": frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/messages"}),
+    "sglang": frozenset({b"/v1/chat/completions", b"/v1/completions"}),
+}
 _ASKED = msgspec.Raw(
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
@@ -106,14 +110,17 @@ class NoHandover(Exception):
         self.kind = kind
 
 
-def can_be_split(path: bytes) -> bool:
-    """Whether requests to this path have two phases: others have no field for the hand-over."""
-    return path in _PATHS
+def can_be_split(path: bytes, handover: Handover) -> bool:
+    """Whether requests to this path have two phases: others have no field for the hand-over. (vLLM's Responses API has
+    one, but a prefill worker would store the response, and call its tools.)"""
+    return path in _PATHS[handover]
 
 
-def split(body: bytes, handover: Handover = "vllm") -> Parts | Halves | None:
-    """None: it cannot be, so that it goes whole to the decode worker."""
-    said = members(body)
+def split(
+    body: bytes, handover: Handover = "vllm", said: Mapping[str, msgspec.Raw] | None = None
+) -> Parts | Halves | None:
+    """None: it cannot be, so that it goes whole to the decode worker. `said`: its members, where they are known."""
+    said = members(body) if said is None else dict(said)
     if not said:
         return None
     try:

@@ -52,11 +52,19 @@ from app.turn.slots import Slots
 _FREED_WITHIN = 5.0
 """Seconds that a worker has to begin to answer a request whose client has left, before it is cut off."""
 _ENOUGH = 64
-"""Bytes of a stream that tell whether its first event is an error."""
-_is_error = re.compile(rb'\s*data:\s*\{\s*"error"\s*:').match
+"""Bytes that tell whether an event is an error."""
+_MOST_OPENING = 8192
+"""Bytes after which what has no end is no event that opens a stream."""
+_opening = re.compile(
+    rb'(?:event:[ ]?message_start\b|data:[^\r\n]*"delta":\s?\{\s?"role":\s?"assistant",\s?"content":\s?""[,}])[^\r\n]*+'
+    rb"(?:\r?\n[^\r\n]++)*+\r?\n\r?\n"
+).match
+"""An event that says nothing yet: vLLM sends it with what comes next, be that an error."""
+_may_open = re.compile(rb"(?:data|event):").match
+_is_error = re.compile(rb'\s*(?:event:\s*error\s|data:\s*\{\s*"error"\s*:)').match
+"""In the words of either API."""
 _NOT_BEGUN = frozenset({400, 404, 413, 415, 422})
 """Statuses of a request that was refused before anything was done for it."""
-_QUEUE, _PREFILL, _HANDOVER, _FIRST_TOKEN = (("queue",), ("prefill",), ("handover",), ("first_token",))
 _WAITED = ("cached", "stored")
 """How a turn came to its session's target where that may have the session's cache."""
 
@@ -76,6 +84,16 @@ class HandoverLost(Exception):
         self.failure = failure
 
 
+def spoken(text: bytes) -> bytes:
+    """Of the beginning of an answer, what stands behind the event that opens a stream, if one does; nothing, as long as
+    that is not whole."""
+    opening = _opening(text)
+    if opening is not None:
+        return text[opening.end() :]
+    whole = b"\n\n" in text or b"\r\n\r\n" in text or len(text) >= _MOST_OPENING
+    return text if whole or _may_open(text) is None else b""
+
+
 class First:
     """Takes the beginning of an answer (`Sink`), and gives it back to whoever relays it."""
 
@@ -85,14 +103,10 @@ class First:
         self.failure: AttemptFailed | None = None
         self._size = 0
 
-    @property
-    def text(self) -> bytes:
-        return b"".join(self.pieces)
-
     def on_data(self, data: bytes, end: bool) -> None:
         self.pieces.append(data)
         self._size += len(data)
-        if end or self._size >= _ENOUGH:
+        if end or (self._size >= _ENOUGH and len(spoken(b"".join(self.pieces))) >= _ENOUGH):
             self.came.set()
 
     def on_chunk(self, frame: bytes, start: int) -> None:
@@ -124,34 +138,37 @@ class PhasedTurn(PromptTurn):
         if not super()._goes_on():
             await super()._route()
         decision = self._decision
-        if decision is not None and not decision.target.worker.takes_turns and self._binding is not None:
-            await self._leave_prefill_worker(self._binding)
-        self._parts = self._parts_of_it()
-        if self._parts is not None:
+        assert decision is not None
+        if decision.target.worker.phase == "prefill" and self._binding is not None:
+            decision = await self._leave_prefill_worker(self._binding)
+        self._parts = parts = self._parts_of_it(decision)
+        if parts is not None:
             self._whole = self._request.body
             await self._compute_prompt()
 
-    async def _leave_prefill_worker(self, binding: Hold) -> None:
+    async def _leave_prefill_worker(self, binding: Hold) -> Decision:
         """The claim names a worker that took whole turns when it was made, and only prefills now."""
         await self._rebind(binding, frozenset({binding.target.worker.name}))
-        self._go(Decision(binding.target, binding.how, "memory"))
+        decision = Decision(binding.target, binding.how, "memory")
+        self._go(decision)
+        return decision
 
-    def _parts_of_it(self) -> Parts | Halves | None:
+    def _parts_of_it(self, decision: Decision) -> Parts | Halves | None:
         """None: the turn goes whole to its decode target, and that is counted."""
-        request, decision, metrics = self._request, self._decision, self._shared.metrics
-        if decision is None or decision.target.worker.phase != "decode":
-            how, parts = "one_worker", None
-        elif self._exchange.method != b"POST" or not can_be_split(self._exchange.raw_path):
-            how, parts = "path", None
-        elif self._is_little(decision):
-            how, parts = "little_new", None
+        request, exchange, worker, parts = self._request, self._exchange, decision.target.worker, None
+        if worker.phase != "decode":
+            how = "one_worker"
+        elif exchange.method != b"POST" or not can_be_split(exchange.raw_path, worker.handover):
+            how = "path"
+        elif self._phases.prefills.least_new and self._is_little(decision):
+            how = "little_new"
         else:
-            self._speaks = decision.target.worker.handover
-            parts = None if request.once or not request.body else split(request.body, self._speaks)
+            self._speaks = worker.handover
+            parts = None if request.once or not request.body else split(request.body, worker.handover, request.members)
             how = "body" if parts is None else "two_phases"
-        metrics.phase_turns.inc(how)
+        self._shared.metrics.phase_turns.cells[how,] += 1
         if parts is None and self._prefill_hint is not None:
-            metrics.hints_ignored.inc("prefill")
+            self._shared.metrics.hints_ignored.inc("prefill")
         return parts
 
     def _is_little(self, decision: Decision) -> bool:
@@ -159,7 +176,6 @@ class PhasedTurn(PromptTurn):
         binding, least = self._binding, self._phases.prefills.least_new
         if (
             binding is None
-            or not least
             or decision.target.worker.handover == "sglang"
             or decision.how not in _WAITED
             or decision.target is not binding.target
@@ -248,8 +264,6 @@ class PhasedTurn(PromptTurn):
     async def _relay(self, connection: WorkerConnection) -> None:
         if self._handover is not None or self._meeting is not None:
             await self._await_first(connection)
-            if connection.response.status in _NOT_BEGUN:
-                self._request.undelivered = True  # nothing was fetched: it is released in the end
         rest = super()._relay(connection)
         if rest is not None:
             await rest
@@ -259,32 +273,39 @@ class PhasedTurn(PromptTurn):
             and attempt is not None
             and attempt.target is binding.target
             and self._status < 300
-            and can_be_split(self._exchange.raw_path)
+            and can_be_split(self._exchange.raw_path, attempt.target.worker.handover)
         ):
             binding.saw(len(self._whole or self._request.body))
 
     async def _await_first(self, connection: WorkerConnection) -> None:
         """Wait for the beginning of an answer to a request with a hand-over. Raises HandoverLost, PrefillFailed where
         the turn can begin anew."""
-        response, attempt = connection.response, self._attempt
-        first = First()
-        if response.status < 300 and not response.complete:
+        response, attempt, failure = connection.response, self._attempt, None
+        assert attempt is not None
+        status = response.status
+        if status < 300 and not response.complete:
+            first = First()
             connection.relay(first)
             await first.came
+            failure = first.failure
+            response.pieces[:0] = first.pieces
         self._presence.raise_if_gone()
-        if attempt is not None and attempt.upload_fault is not None:
+        if attempt.upload_fault is not None:
             raise attempt.upload_fault
         self._first = True
-        refused = response.status == 500 or _is_error(first.text) is not None
+        text = b"".join(response.pieces)
+        said = spoken(text) or (text if response.complete else b"")
+        refused = status == 500 or (status < 300 and _is_error(said) is not None)
         if refused:
             self._shared.metrics.handover_failures.inc("refused")
-        if not self._started_over and (refused or (first.failure is not None and not first.pieces)):
-            if first.failure is not None and attempt is not None:
-                blame(attempt.target.worker.health, first.failure)
-            raise HandoverLost(first.failure)
-        if attempt is not None and first.failure is None and response.status < 300 and not refused:
+        if (refused or (failure is not None and not said)) and not self._started_over:
+            if failure is not None:
+                blame(attempt.target.worker.health, failure)
+            raise HandoverLost(failure)
+        if self._doubted is not None and failure is None and status < 300 and not refused:
             self._clear(attempt.target.worker)
-        response.pieces[:0] = first.pieces
+        if status in _NOT_BEGUN:
+            self._request.undelivered = True  # nothing was fetched: it is released in the end
 
     async def _move(self, lost: frozenset[str], failure: AttemptFailed) -> None:
         if self._slots is not None and self._meeting is not None:
@@ -344,25 +365,19 @@ class PhasedTurn(PromptTurn):
         if meeting is not None and self._first and self._outcome == "completed" and not self._presence.gone:
             meeting.part(_FREED_WITHIN)
             self._meeting = None
-        self._let_go()
+        if self._request.undelivered or self._meeting is not None:
+            self._let_go()
         super()._account()
-        answer = self._answer
+        answer, seconds = self._answer, self._shared.metrics.phase_seconds
         if self._parts is not None and answer is not None and answer.came and self._outcome == "completed":
-            # What is computed meanwhile hands over as it goes, to its last layer.
             sent, first, done = self._request.sent_at, self._began + answer.ttft, self._prefilled_at
-            prefill = self._prefill_s if meeting is None else (min(done or first, first) - sent)
-            rest = max(sent, done if meeting is not None else 0.0)
-            self._shared.metrics.phase_seconds.observe_each(
-                (
-                    (_QUEUE, self._queued_s),
-                    (_PREFILL, max(0.0, prefill)),
-                    (_HANDOVER, max(0.0, sent - done) if meeting is None else 0.0),
-                    (_FIRST_TOKEN, max(0.0, first - rest)),
-                )
-            )
+            if meeting is None:
+                seconds.observe_each((self._queued_s, self._prefill_s, sent - done, first - sent))
+            else:  # what is computed meanwhile hands over as it goes, to its last layer
+                prefill = max(0.0, min(done or first, first) - sent)
+                seconds.observe_each((self._queued_s, prefill, 0.0, max(0.0, first - max(sent, done))))
         # Else it would live, with its body, until the collector comes.
-        del self._request.missed
-        self._request.meeting = None
+        self._request.missed = self._request.meeting = None
 
     def _own_lines(self) -> bytes:
         prefill = self._prefill
@@ -382,10 +397,13 @@ class PhasedTurn(PromptTurn):
         )
 
     async def _explained(self) -> dict[str, Any]:
+        hint = self._phases.prefills.hint(self._request, self._exchange) if self._request.may_hint else None
         said = await super()._explained()
         worker = self._shared.fleet.worker(said["worker"])
-        if worker is not None and worker.phase == "decode" and can_be_split(self._exchange.raw_path):
-            explained = self._phases.prefills.explain(self._request, self._prefill_hint, worker.handover)
+        if worker is None or worker.phase != "decode":
+            return said
+        if can_be_split(self._exchange.raw_path, worker.handover):
+            explained = self._phases.prefills.explain(self._request, hint, worker.handover)
             said["prefill"] = await self._presence.unless_gone(explained)
         return said
 

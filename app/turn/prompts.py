@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
 
 from app.errors import TurnError
 from app.fleet.capacity import Choice, Full, Slot
 from app.fleet.specs import HANDOVERS, Handover
 from app.fleet.workers import Target, Worker
-from app.http.exchange import Exchange
 from app.http.headers import Header, response_headers
 from app.http.inplace import Wake
 from app.http.worker import AttemptFailed, AttemptTimeout, ConnectionBroken, WorkerConnection
 from app.sessions.affinity import Binding
-from app.turn.fields import with_member
+from app.turn.fields import strict_members, with_member
 from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in, refuse_meeting, worded
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
@@ -25,11 +26,13 @@ from app.turn.releases import fetches
 from app.turn.request import Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, is_silent, judge
 from app.turn.routing import Decision, Hint
-from app.turn.shared import Shared
 from app.turn.slots import Slots
 from app.turn.turn import Turn
 
 _NOBODY: frozenset[str] = frozenset()
+_LONG = 1024
+"""Bytes of a body from which on to read it twice takes longer than to write some of it anew."""
+_encode = msgspec.json.Encoder().encode
 
 
 class Relayed(Exception):
@@ -52,24 +55,54 @@ class SplitRequest(Request):
     """It has a hand-over in it, and surely no worker has read that."""
     meeting: Meeting | None = None
     """Where it is to be met."""
-    missed: Callable[[Meeting], None]
-    """Told when it is sent and nobody comes there any more."""
+    _members: dict[str, msgspec.Raw] | None = None
+    _members_of = b""
+    missed: Callable[[Meeting], None] | None = None
+    """Told when it is sent and nobody comes there any more. None: there is no meeting."""
+
+    def _read_fields(self, body: bytes) -> None:
+        """To be split it is read by its members; where it is long, then its fields are read of those."""
+        names = self._reading.fields.names
+        said = strict_members(body) if len(body) > _LONG and names is not None else None
+        if said is None or names is None:
+            super()._read_fields(body)
+            return
+        self._members, self._members_of = said, body
+        super()._read_fields(_encode({name: said[name] for name in names if name in said}))
+
+    @property
+    def members(self) -> dict[str, msgspec.Raw] | None:
+        """Of its body; None: they are not known yet."""
+        return self._members if self._members_of is self.body else None
 
     def send(self, connection: WorkerConnection, target: Target) -> Wake:
         """Raises TurnError."""
-        worker = target.worker
-        if self.meeting is None and worker.phase == "decode" and worker.handover == "sglang" and not self.more:
+        meeting = self.meeting
+        if meeting is None and target.worker.handover == "sglang":
+            self._check_unmet(connection, target.worker)
+        self.undelivered = False
+        wake = super().send(connection, target)
+        self.sent_at = time.monotonic()
+        if meeting is not None and meeting.failed and self.missed is not None:
+            self.missed(meeting)
+        return wake
+
+    def _check_unmet(self, connection: WorkerConnection, worker: Worker) -> None:
+        """Raises TurnError."""
+        if worker.phase == "decode" and not self.more:
             try:
                 refuse_meeting(self.body)
             except TurnError:
                 connection.close()
                 raise
-        self.undelivered = False
-        wake = super().send(connection, target)
-        self.sent_at = time.monotonic()
-        if self.meeting is not None and self.meeting.failed:
-            self.missed(self.meeting)
-        return wake
+
+    def send_prompt(self, connection: WorkerConnection, target: Target, prompt: bytes) -> Wake:
+        """As `send`, to whoever computes the prompt: with another body, and nothing is noted of it."""
+        own, self.body = self.body, prompt
+        try:
+            return super().send(connection, target)
+        finally:
+            self.body = own
 
 
 class PromptTurn(Turn):
@@ -79,6 +112,7 @@ class PromptTurn(Turn):
     sent now has in it, of vLLM's kind; None when it has none. `_meeting` is where that body is met, of SGLang's kind.
     """
 
+    _new_request = SplitRequest
     _request: SplitRequest
     _parts: Parts | Halves | None = None
     """None: it is not split."""
@@ -107,108 +141,118 @@ class PromptTurn(Turn):
     """The client was answered what the prefill worker did."""
     _queued_s = _prefill_s = _prefilled_at = 0.0
 
-    def __init__(
-        self,
-        shared: Shared,
-        running: set[Turn],
-        loop: asyncio.AbstractEventLoop,
-        exchange: Exchange,
-        over: Callable[[Exception | None], None],
-    ) -> None:
-        super().__init__(shared, running, loop, exchange, over)
-        assert shared.phases is not None
-        self._phases: Phases = shared.phases
-        self._request = SplitRequest(shared.reading, exchange)
-        self._request.missed = self._soon_given_up
+    @property
+    def _phases(self) -> Phases:
+        phases = self._shared.phases
+        assert phases is not None
+        return phases
 
     @abc.abstractmethod
     async def _leave_silent(self) -> bool:
         """Whether the turn goes on at another decode worker, because its own is silent."""
 
-    async def _compute_prompt(self) -> None:
+    def _compute_prompt(self) -> Coroutine[Any, Any, None]:
         """Have it computed, and put into what the decode worker gets how that comes by it. Raises TurnError,
         ClientDisconnected."""
-        self._let_go()
-        self._handover, self._first = None, False
+        if self._handover is not None or self._meeting is not None:
+            self._let_go()
+        self._first = False
         self._read_at = 0.0
-        parts, slots = self._parts, self._slots
+        parts = self._parts
         assert parts is not None
-        if isinstance(parts, Halves):
-            await self._meet(parts)
-            return
-        if slots is not None:
-            slots.give_back()  # who waits for a slot to prefill holds none, or tenants would wait for themselves
-        binding = self._phases.prefills.session(self._request)
+        return self._meet(parts) if isinstance(parts, Halves) else self._prefill_until_answered(parts)
+
+    async def _prefill_until_answered(self, parts: Parts) -> None:
+        """Attempts, as the law of trying again allows, until one prefill worker has answered."""
+        request, loop, presence, trace = self._request, self._loop, self._presence, self._trace
+        if self._slots is not None:
+            self._slots.give_back()  # who waits for a slot to prefill holds none, or tenants would wait for themselves
+        lost = self._prefill_lost
+        busy = again = False
+        binding, known = self._phases.prefills.session(request, self._prefill_hint, self._speaks)
         try:
-            await self._prefill_until_answered(parts, binding)
+            while True:
+                presence.raise_if_gone()
+                if known is None or lost or self._prefill_spared:
+                    target = await self._decide(binding, lost)
+                else:
+                    self._prefill, target = known, known.target
+                known = None
+                worker = target.worker
+                slot = None if self._slots is None else await self._slot_at(target)
+                self._prefilling = attempt = Attempt(target, loop, slot)
+                try:
+                    connection = None if again else worker.pool.take()
+                    if connection is None:
+                        connection = await connect(worker, presence, self._shared.metrics)
+                    attempt.connection = connection
+                    if trace is not None:
+                        request.trace_line = b"%b: %b\r\n" % trace.attempts(target, "prefill")
+                    began = loop.time()
+                    await request.send_prompt(connection, target, parts.prompt)
+                    answer = await whole(connection)
+                except AttemptFailed as error:
+                    then = await self._after_failed(attempt, error, binding)
+                    again = then is Next.AGAIN
+                    if not again and then is not Next.ANEW:
+                        lost |= {worker.name}
+                    continue
+                finally:
+                    attempt.end()
+                    self._prefilling = None
+                response = connection.response
+                status, headers = response.status, response.headers  # before somebody else has the connection
+                judge(worker.health, status)
+                if trace is not None:
+                    trace.answered(status)
+                if status == 503 and not busy and self._is_computed_elsewhere(lost | {worker.name}, binding):
+                    busy = True
+                    lost |= {worker.name}
+                    continue
+                if binding is not None:
+                    binding.answered(status)
+                self._prefilled_at = now = loop.time()
+                self._prefill_s += now - began
+                if status >= 400:
+                    await self._pass_on(status, headers, target, answer)
+                else:
+                    self._take_over(answer)
+                return
         finally:
             if binding is not None:
                 binding.release()
 
-    async def _prefill_until_answered(self, parts: Parts, binding: Binding | None) -> None:
-        """Attempts, as the law of trying again allows, until one prefill worker has answered."""
-        metrics, presence = self._shared.metrics, self._presence
-        lost = self._prefill_lost
-        busy = again = False
-        while True:
-            presence.raise_if_gone()
-            target = await self._decide(binding, lost)
-            worker = target.worker
-            slot = None if self._shared.capacity is None else await self._slot_at(target)
-            self._prefilling = attempt = Attempt(target, self._loop, slot)
-            free = self._prefill_hint is None and (binding is None or binding.own)
-            try:
-                connection = None if again else worker.pool.take()
-                if connection is None:
-                    connection = await connect(worker, presence, metrics)
-                began = self._loop.time()
-                trace = None if self._trace is None else self._trace.attempts(target, "prefill")
-                await self._send(parts.prompt, attempt, connection, trace)
-                answer = await whole(connection)
-            except AttemptFailed as error:
-                presence.raise_if_gone()
-                blame(worker.health, error)
-                if self._trace is not None:
-                    self._trace.failed(error)
-                then = after(error, Sent(first_byte=attempt.came, killed=self._killed, free=free))
-                if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, presence, metrics):
-                    then = Next.FAIL
-                if then is Next.FAIL and self._is_spared(worker, error):
-                    then = Next.ANEW
-                if then is Next.FAIL:
-                    raise error_of(error, killed=self._killed) from error
-                metrics.retries.inc(then.value)
-                again = then is Next.AGAIN
-                if not again and then is not Next.ANEW:
-                    self._killed = self._killed or then is Next.ELSEWHERE_IF_GONE
-                    lost |= {worker.name}
-                continue
-            finally:
-                attempt.end()
-                self._prefilling = None
-            response = connection.response
-            status, headers = response.status, response.headers  # before somebody else has the connection
-            judge(worker.health, status)
-            if self._trace is not None:
-                self._trace.answered(status)
-            if status == 503 and after_busy(Sent(once=busy, free=free)) is Next.ELSEWHERE_IF_ANY:
-                busy = True
-                names = lost | {worker.name}
-                if self._shared.fleet.has_other(
-                    names, self._phases.prefills.among(self._request, self._speaks), prefill=True
-                ):
-                    lost = names
-                    metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
-                    continue
-            if binding is not None:
-                binding.answered(status)
-            self._prefilled_at = self._loop.time()
-            self._prefill_s += self._prefilled_at - began
-            if status >= 400:
-                await self._pass_on(status, headers, target, answer)
-            else:
-                self._take_over(parts, answer)
-            return
+    async def _after_failed(self, attempt: Attempt, failure: AttemptFailed, binding: Binding | None) -> Next:
+        """What follows for the prompt. Raises TurnError, ClientDisconnected."""
+        worker, metrics, presence = attempt.target.worker, self._shared.metrics, self._presence
+        presence.raise_if_gone()
+        blame(worker.health, failure)
+        if self._trace is not None:
+            self._trace.failed(failure)
+        then = after(failure, Sent(first_byte=attempt.came, killed=self._killed, free=self._is_free_to_choose(binding)))
+        if then is Next.ELSEWHERE_IF_GONE and not await is_gone(worker, presence, metrics):
+            then = Next.FAIL
+        if then is Next.FAIL and self._is_spared(worker, failure):
+            then = Next.ANEW
+        if then is Next.FAIL:
+            raise error_of(failure, killed=self._killed) from failure
+        metrics.retries.inc(then.value)
+        self._killed = self._killed or then is Next.ELSEWHERE_IF_GONE
+        return then
+
+    def _is_computed_elsewhere(self, busy: frozenset[str], binding: Binding | None) -> bool:
+        """The workers in `busy` have answered 503. Whether there is another one: then the prompt goes there, once."""
+        if after_busy(Sent(free=self._is_free_to_choose(binding))) is not Next.ELSEWHERE_IF_ANY:
+            return False
+        among = self._phases.prefills.among(self._request, self._speaks)
+        if not self._shared.fleet.has_other(busy, among, prefill=True):
+            return False
+        self._shared.metrics.retries.inc(Next.ELSEWHERE_IF_ANY.value)
+        return True
+
+    def _is_free_to_choose(self, binding: Binding | None) -> bool:
+        """`binding`: to where its session's prompts are computed."""
+        return self._prefill_hint is None and (binding is None or binding.own)
 
     def _is_spared(self, worker: Worker, failure: AttemptFailed) -> bool:
         """A worker is silent, and was no other one before: another one computes the prompt, once."""
@@ -237,7 +281,7 @@ class PromptTurn(Turn):
             if aside or binding is None:
                 decision = prefills.without_session(request, hint, spared if aside else lost, speaks)
             else:
-                if binding.how == "none" and not binding.bind_cached():
+                if binding.how == "none":
                     await self._claim(binding.bind, prefills.placement(request, hint, speaks), None)
                 name = binding.target.worker.name
                 if name in lost or not prefills.holds(binding.target, request, speaks):
@@ -269,18 +313,7 @@ class PromptTurn(Turn):
         self._queued_s += self._loop.time() - began
         return slots.hand_over()
 
-    def _send(self, prompt: bytes, attempt: Attempt, connection: WorkerConnection, trace: Header | None) -> Wake:
-        request = self._request
-        if trace is not None:
-            request.trace_line = b"%b: %b\r\n" % trace
-        own, request.body = request.body, prompt
-        try:
-            attempt.connection = connection
-            return request.send(connection, attempt.target)
-        finally:
-            request.body = own
-
-    def _take_over(self, parts: Parts, answer: bytes) -> None:
+    def _take_over(self, answer: bytes) -> None:
         """What the prefill worker has said goes into the request. Raises TurnError, ClientDisconnected."""
         try:
             handover = handover_in(answer)
@@ -288,8 +321,8 @@ class PromptTurn(Turn):
             self._shared.metrics.handover_failures.inc(error.kind)
             worker = self._prefill.target.worker.name if self._prefill is not None else ""
             raise TurnError("bad_handover", f"{error}: the worker {worker} prefills for no other one") from error
-        self._handover = handover
-        self._request.body, self._request.undelivered = with_member(self._whole, TRANSFER, handover), True
+        request, self._handover = self._request, handover
+        request.body, request.undelivered = with_member(self._whole, TRANSFER, handover), True
         self._presence.raise_if_gone()
 
     async def _pass_on(self, status: int, headers: list[Header], target: Target, body: bytes) -> None:
@@ -315,9 +348,9 @@ class PromptTurn(Turn):
         assert decision is not None
         if slots is not None and not slots.ready(decision.target):
             return  # it waits for that first. Who has it, and waits to prefill, is waited for by nobody who prefills
-        binding = self._phases.prefills.session(self._request)
+        binding, known = self._phases.prefills.session(self._request, self._prefill_hint, self._speaks)
         try:
-            attempt, connection = await self._reach(binding)
+            attempt, connection = await self._reach(binding, known)
         except BaseException:  # also when the turn is cut
             if binding is not None:
                 binding.release()
@@ -325,28 +358,38 @@ class PromptTurn(Turn):
         prompt, rest = halves.meeting(attempt.target, self._phases.room())
         span = None if self._trace is None else self._trace.beside(attempt.target)
         meeting = Meeting(attempt, binding, self._loop, self._prompt_ended, span)
-        self._meeting = self._request.meeting = meeting
-        meeting.begin(self._send(prompt, attempt, connection, None if span is None else span.header))
-        self._request.body, self._request.undelivered = rest, True
+        request = self._request
+        self._meeting = request.meeting = meeting
+        request.missed = self._soon_given_up
+        if span is not None:
+            request.trace_line = b"%b: %b\r\n" % span.header
+        attempt.connection = connection
+        meeting.begin(request.send_prompt(connection, attempt.target, prompt))
+        request.body, request.undelivered = rest, True
 
-    async def _reach(self, binding: Binding | None) -> tuple[Attempt, WorkerConnection]:
-        """A prefill worker that can be connected to. Raises TurnError, ClientDisconnected."""
+    async def _reach(self, binding: Binding | None, known: Decision | None) -> tuple[Attempt, WorkerConnection]:
+        """A prefill worker that can be connected to; `known`: as of `Prefills.session`. Raises TurnError,
+        ClientDisconnected."""
         metrics, presence = self._shared.metrics, self._presence
         fresh, self._fresh = self._fresh, False
         lost = self._prefill_lost
         while True:
             presence.raise_if_gone()
-            target = await self._decide(binding, lost)
+            if known is None or lost or self._prefill_spared:
+                target = await self._decide(binding, lost)
+            else:
+                self._prefill, target = known, known.target
+            known = None
             worker = target.worker
-            attempt = Attempt(target, self._loop, await self._slot_at(target, beside=True))
+            slot = None if self._slots is None else await self._slot_at(target, beside=True)
+            attempt = Attempt(target, self._loop, slot)
             try:
                 connection = None if fresh else worker.pool.take()
                 return attempt, connection or await connect(worker, presence, metrics)
             except AttemptFailed as error:
                 attempt.end()
                 blame(worker.health, error)
-                free = self._prefill_hint is None and (binding is None or binding.own)
-                if after(error, Sent(free=free)) is not Next.ELSEWHERE:
+                if after(error, Sent(free=self._is_free_to_choose(binding))) is not Next.ELSEWHERE:
                     raise error_of(error) from error
                 metrics.retries.inc(Next.ELSEWHERE.value)
                 lost |= {worker.name}

@@ -111,6 +111,7 @@ class Turn(Course):
     What a step knows is in the object that it asks (`Request`, `Routing`, `Attempt`, `Answer`, `Binding`, `Kept`).
     """
 
+    _new_request = Request
     # Defaults in the class: these are set before they are looked at, or seldom looked at.
     _attempt: Attempt | None = None
     _answer: Answer | None = None
@@ -139,7 +140,7 @@ class Turn(Course):
         self._exchange, self._over = exchange, over
         self._began = loop.time()
         self._presence = Presence(loop)
-        self._request = Request(shared.reading, exchange)
+        self._request = self._new_request(shared.reading, exchange)
         self._outcome: TurnOutcome = "completed"
         self._among = self._hint = self._slots = None
         self._read_at = 0.0

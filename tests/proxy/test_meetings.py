@@ -318,12 +318,12 @@ async def test_a_turn_that_has_ended_is_in_no_circle(kind: str) -> None:
     how: dict[str, Any] = {"prefill": 1, "decode": 1, "replicas": 1}
     fleet = met(**how) if kind == "sglang" else phased(**how)
     async with fleet as room:
-        path = "/v1/messages" if kind == "plain" else "/v1/chat/completions"
+        whole: dict[str, Any] = {"n": 2} if kind == "plain" else {}
         turns = room.replicas[0].turns
         gc.collect()
         gc.disable()
         try:
-            call = room.start("s", stream=True, path=path, max_tokens=3)
+            call = room.start("s", stream=True, max_tokens=3, **whole)
             await until(lambda: turns.count)
             refs = list(map(weakref.ref, turns._running))
             await call.finish()

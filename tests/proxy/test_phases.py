@@ -213,6 +213,20 @@ async def test_blocks_that_are_gone_are_computed_anew_once(stream: bool) -> None
         assert room.counted("handover_failures") == {("refused",): 3}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_are_split_as_well_and_computed_anew_when_blocks_are_gone(stream: bool) -> None:
+    async with phased(prefill=1, decode=1, replicas=1) as room:
+        request: dict[str, Any] = {"path": "/v1/messages", "stream": stream, "max_tokens": 4}
+        assert places(await room.turn(**request)) == ("p0", "d0")
+        await room.mocks["p0"].fault(mode="handover", how="gone")
+        again = await room.turn(**request)
+        assert (again.status, b"error" in again.body) == (200, False)
+        assert await room.served() == {"p0": ["staged"] * 3, "d0": ["fetched", "failed", "fetched"]}
+        first, *_ = await room.mocks["p0"].turns()
+        assert (first["path"], first["stream"], first["completion_tokens"]) == ("/v1/messages", False, 1)
+        await until(lambda: room.free())
+
+
 async def test_what_a_prefill_worker_refuses_is_told_as_it_says_it() -> None:
     async with phased(prefill=1, replicas=1) as room:
         await room.mocks["p0"].fault(mode="status", status=400)

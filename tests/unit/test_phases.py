@@ -18,10 +18,14 @@ from app.fleet.discovery.marks import OperatorMark
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.specs import Phase, WorkerError, lacking_phase, worker_spec, worker_specs
 from app.fleet.workers import Fleet, Target, Worker, make_worker
+from app.http.exchange import Exchange
 from app.http.inplace import Wake
 from app.http.worker import Sink, WorkerConnection
+from app.sessions.identity import Identifier
 from app.turn.handovers import Halves, Parts, split, worded
 from app.turn.meeting import Meeting
+from app.turn.prompts import SplitRequest
+from app.turn.request import Reading, Request
 from app.turn.retry import Attempt
 from tests.support.fakes import in_virtual_time
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
@@ -153,6 +157,41 @@ def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:
     assert isinstance(parts, Parts)
     assert b'"cut \\ud83d"' in parts.prompt
     assert b'"max_tokens":1' in parts.prompt
+
+
+_TEXT = b'"messages":["' + b"word " * 400 + b'"]'
+
+
+@in_virtual_time
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"m","nvext":{"dp_rank":1},"metadata":{"session_id":"s"},%b}' % _TEXT,
+        b'{%b,"model":"a","model":"m","metadata":{"session_id":"s"},"metadata":{"session_id":"t"}}' % _TEXT,
+        b'{"model":5,"nvext":{"dp_rank":"no"},"metadata":{"session_id":"s"},%b}' % _TEXT,
+        b'{"model":"m","metadata":["s"],"nvext":7,%b}' % _TEXT,
+        b'{"model":"m","x":NaN,"metadata":{"session_id":"s"},%b}' % _TEXT,
+        b'\xef\xbb\xbf{"model":"m","metadata":{"session_id":"s"},%b}' % _TEXT,
+        b'{"model":"m","user":"\\ud83d","metadata":{"session_id":"s"},%b}' % _TEXT,
+        b'{"model":"m","metadata":{"session_id":"s"},%b' % _TEXT,
+        b"[" + _TEXT[11:] + b"]",
+    ],
+    ids=range(9),
+)
+async def test_a_long_body_that_is_read_by_its_members_says_what_it_says_to_any_turn(body: bytes) -> None:
+    reading = Reading(identifier=Identifier(["metadata.session_id"]))
+    found = []
+    for kind in (Request, SplitRequest):
+        exchange = SimpleNamespace(switches=b"", received_already=lambda least: (body, False))
+        request = kind(reading, cast(Exchange, exchange))
+        request.noted = {b"content-type": [b"application/json"]}
+        assert request.read_body() is None
+        fields = request.fields
+        found.append((fields.model, fields.nvext, request.identity, request.misfits, request.unread, request.may_hint))
+    assert found[0] == found[1]
+    assert isinstance(request, SplitRequest)
+    known, anew = (request.members is not None and split(body, said=request.members)), split(body)
+    assert not known or known == anew
 
 
 @in_virtual_time

@@ -78,12 +78,13 @@ def test_what_is_staged_is_freed_by_whoever_fetches_it_and_once(prefill: Worker,
     assert (again.status_code, last(decode)["handover"]) == (500, "failed")
 
 
-def test_a_stream_says_as_its_first_event_that_the_blocks_are_gone(prefill: Worker, decode: Worker) -> None:
+def test_a_stream_says_behind_its_opening_that_the_blocks_are_gone(prefill: Worker, decode: Worker) -> None:
     params = prefilled(prefill)
     answer = goes_on(decode, {**params, "remote_block_ids": [[1]]}, stream=True)
-    first = answer.text.partition("\n\n")[0]
+    opening, error, *_ = (json.loads(event.removeprefix("data: ")) for event in answer.text.split("\n\n")[:2])
     assert answer.status_code == 200
-    assert json.loads(first.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert opening["choices"][0]["delta"]["role"] == "assistant"
+    assert error["error"]["code"] == "internal_error"
     assert staged(prefill)[0] == 1
     streamed = goes_on(decode, params, stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n")

@@ -106,6 +106,8 @@ RECOVERY = 3.0
 """Seconds after an outage until every replica has noticed its end and claimed what it had placed meanwhile."""
 ELECTION = 4.0
 """Seconds after the loss of a leader until every replica works with the next one."""
+ELECTED = 1.0
+"""Seconds after a quorum is back until it has a leader: etcd's election timeout."""
 RETURN = 1.5
 """Seconds after an outage until every replica has noticed its end."""
 CLOSE_BACKOFF = RETURN + 1.0
@@ -1092,10 +1094,11 @@ class _Faults:
     def outages(self, replica: str) -> list[_Outage]:
         """When the store may have been away for this replica.
 
-        A full disk; a cluster that was stopped or cannot be reached, without a quorum, or whose leader was lost (an
-        election takes longer than a call may), or any member while the machine was slow (there is no time then to try
-        another one); its own freezing, in which the deadlines of its calls passed, or slowness by which they may have;
-        and, on files, the freezing of another one that may have held a lock, from the deadline on."""
+        A full disk; a cluster that was stopped or cannot be reached, without a quorum and then without a leader, or
+        whose leader was lost (an election takes longer than a call may), or any member while the machine was slow
+        (there is no time then to try another one); its own freezing, in which the deadlines of its calls passed, or
+        slowness by which they may have; and, on files, the freezing of another one that may have held a lock, from the
+        deadline on."""
         if replica not in self._outages:
             found = []
             for fault in self.all:
@@ -1104,7 +1107,7 @@ class _Faults:
                     or (fault.kind in ("replica-frozen", "store-cut") and fault.target == replica)
                     or (fault.kind == "machine-slow" and fault.target in ("", replica))
                 ):
-                    found.append(_Outage(fault.start, fault.end))
+                    found.append(_Outage(fault.start, fault.end + ELECTED * (fault.kind == "quorum-lost")))
                 elif fault.kind.startswith("member-"):
                     if self.overlap("machine-slow", None, fault.start, fault.end):
                         found.append(_Outage(fault.start, fault.end))

@@ -30,7 +30,8 @@ def test_in_ci_a_skipped_test_fails_the_run(tmp_path: Path, options: list[str], 
         (tmp_path / name).write_text(source)
     command = [sys.executable, "-m", "pytest", *options, "--rootdir", ".", *FILES]
     environment = {name: value for name, value in os.environ.items() if name != "CI" and "PYTEST" not in name}
-    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | ({"CI": "true"} if ci else {})
+    environment |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": str(CONFTEST.parents[1])}
+    environment |= {"CI": "true"} if ci else {}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     said = [line.removeprefix(SAID).split(", ") for line in done.stdout.splitlines() if line.startswith(SAID)]
     assert done.returncode == ci, done.stdout

@@ -174,9 +174,14 @@ class Nemesis:
         well = [worker for worker in self._deployment.workers if worker.name not in self._ill]
         return rng.choice(well) if len(well) > 1 else None
 
+    def _befall(self, kind: str, worker: Node) -> Fault:
+        """It is ill from now on, until it is watched over: else the last one that is well might be taken out."""
+        self._ill[worker.name] = asyncio.ensure_future(asyncio.sleep(0))
+        return self._begin(kind, worker.name)
+
     async def _kill_worker(self, rng: random.Random) -> None:
         if worker := self._well_worker(rng):
-            fault = self._begin("worker-killed", worker.name)
+            fault = self._befall("worker-killed", worker)
             await self._deployment.kill_worker(worker)
             await self._wait(rng.uniform(0.2, 2.0))
             await self._deployment.revive(worker)
@@ -201,7 +206,7 @@ class Nemesis:
     async def _hang_worker(self, rng: random.Random) -> None:
         """For so long that probes tell."""
         if worker := self._well_worker(rng):
-            fault = self._begin("worker-hung", worker.name)
+            fault = self._befall("worker-hung", worker)
             await self._freeze(worker, rng.uniform(2.0, 7.0))
             self._watch_over(worker, fault)
 
@@ -210,7 +215,7 @@ class Nemesis:
         worker = self._well_worker(rng)
         if worker is None:
             return
-        fault = self._begin("worker-sick", worker.name)
+        fault = self._befall("worker-sick", worker)
         kinds: list[dict[str, object]] = [{"mode": "status", "status": 500}, {"mode": "status"}, {"mode": "reset"}]
         kind = rng.choice(kinds)
         for _ in range(rng.choice([1, 1, 4])):

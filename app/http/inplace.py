@@ -5,6 +5,7 @@ turn's own work for one answer, most of it in system calls.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import os
 import socket
@@ -60,7 +61,7 @@ class Wake:
             raise self._failure
 
 
-class InPlace:
+class InPlace(abc.ABC):
     """Whoever has a coroutine run step by step. It may await wakes and nothing else: no future (its callback can set a
     wake), and nothing that asks for the current task, as `asyncio.timeout` does. Such things belong into a task of
     their own."""
@@ -73,13 +74,13 @@ class InPlace:
         self._wake: Wake | None = None
         """What it waits for, or has waited for last."""
 
+    @abc.abstractmethod
     def _returned(self, result: Any) -> None:
         """It has ended; None also when it was cancelled."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _failed(self, fault: Exception) -> None:
         """It has raised this."""
-        raise NotImplementedError
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run it up to where it waits for the first time."""

@@ -34,7 +34,7 @@ from app.turn.tracing import TurnTrace
 log = logging.getLogger("coatcheck.turn")
 
 
-class Course(InPlace, abc.ABC):
+class Course(InPlace):
     """A turn's way to its target, as far as it has been read. `Turn` has the rest of it, and makes what stands here; a
     class below it, not an object beside it, because each step of an attempt asks for it.
 

@@ -4,6 +4,7 @@ Part of `make bench-placement`."""
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import random
@@ -30,8 +31,13 @@ _NEAR, _FAR = 2, (10, 40)
 def free_turns(new_fleet: Callable[[int], Fleet], windows: int) -> Table:
     """Of this thread's CPU, the least of many windows. From the body's fields to where it goes."""
     rows = []
-    for title, made in (("known", _known), ("known up to its end", _known_but_end), ("unknown", _unknown)):
-        more = {size: _more(new_fleet(8), made(size, random.Random(1)), windows) for size in (_NEAR, *_FAR)}
+    for title, made, full in (
+        ("known", _known, False),
+        ("known up to its end", _known_but_end, False),
+        ("unknown", _unknown, False),
+        ("unknown, to a table that is full", _unknown, True),
+    ):
+        more = {size: _more(new_fleet(8), made(size, random.Random(1)), windows, full=full) for size in (_NEAR, *_FAR)}
         rows.append(
             [
                 title,
@@ -46,8 +52,16 @@ def free_turns(new_fleet: Callable[[int], Fleet], windows: int) -> Table:
     return Table("What a free turn costs more under `prefix`", columns, rows, note)
 
 
-def _more(fleet: Fleet, bodies: Iterator[list[bytes]], windows: int) -> float:
+def _more(fleet: Fleet, bodies: Iterator[list[bytes]], windows: int, *, full: bool = False) -> float:
+    """`full`: the table is, as after some hours: there is more of it to look through, and less of it is near."""
     prefixes = Prefixes(Metrics(), memory=64 << 20)
+    if full:
+        rng = random.Random(0)
+        targets = itertools.cycle([target for worker in fleet for target in worker.targets])
+        before = -1
+        while before < len(prefixes):  # until what is noted makes less of what was
+            before = len(prefixes)
+            prefixes.note([rng.getrandbits(60) for _ in range(32)], next(targets))
     plain, telling = FieldReader().decode, FieldReader(prompts="yes").decode
     least, most = math.inf, math.inf
     for _ in range(windows):

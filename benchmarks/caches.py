@@ -12,7 +12,9 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
-from app.fleet.placement.events import Batch, Holdings
+import msgspec
+
+from app.fleet.placement.events import Holdings, read
 from app.fleet.placement.index import Index
 from app.fleet.placement.prefix import Prefixes
 from app.fleet.policies import by_cache, least_loaded
@@ -24,6 +26,7 @@ from benchmarks.tables import Table
 _PATH = b"/v1/chat/completions"
 _PER_BATCH = 20
 _SIZE = 16
+_PARTS = 25
 _NEAR, _FAR = 2, (10, 40)
 """Kilobytes."""
 
@@ -115,8 +118,10 @@ def index(blocks: int) -> Table:
     for each in (1, 50):
         rng = random.Random(1)
         names = [[rng.getrandbits(64) for _ in range(each)] for _ in range(blocks // each)]
-        stored = Batch(0, [_stored(some, rng) for some in names])
-        removed = Batch(0, [{"type": "BlockRemoved", "block_hashes": some, "medium": "GPU"} for some in names])
+        stored = _batches([_stored(some, rng) for some in names], 50 // each)
+        # Engines tell of each block that goes by itself.
+        gone = [{"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"} for some in names for name in some]
+        removed = _batches(gone, 50)
         best = [math.inf] * 4
         for _ in range(5):
             best = [min(pair) for pair in zip(best, _once(stored, removed, blocks), strict=True)]
@@ -131,14 +136,15 @@ def index(blocks: int) -> Table:
     return Table(
         "What KV events cost",
         (
-            "blocks of an event",
+            "blocks of an event that tells of stored ones",
             "a block stored",
-            "removed",
+            "removed, one an event",
             "bytes of a block",
             "garbage collection, all of them there",
         ),
         rows,
-        f"{blocks:,} blocks of {_SIZE} tokens, from what the event says to the index.",
+        f"{blocks:,} blocks of {_SIZE} tokens, from the bytes of a batch of 50 blocks to the index, which has had as "
+        "many before.",
     )
 
 
@@ -157,14 +163,26 @@ def _stored(names: Sequence[int], rng: random.Random) -> dict[str, object]:
     }
 
 
-def _once(stored: Batch, removed: Batch, blocks: int) -> tuple[float, float, float, float]:
-    def apply(batch: Batch, holdings: Holdings) -> float:
-        start = time.thread_time()
-        for _ in holdings.apply(batch, []):
-            pass
-        return time.thread_time() - start
+def _batches(events: Sequence[dict[str, object]], each: int) -> list[bytes]:
+    return [msgspec.msgpack.encode([0.0, events[at : at + each], 0]) for at in range(0, len(events), each)]
+
+
+def _once(stored: Sequence[bytes], removed: Sequence[bytes], blocks: int) -> tuple[float, float, float, float]:
+    def apply(batches: Sequence[bytes], holdings: Holdings) -> float:
+        """Seconds, by the quickest of some parts: others may have the machine's caches in between."""
+        part = len(batches) // _PARTS
+        least = math.inf
+        for begin in range(0, part * _PARTS, part):
+            start = time.thread_time()
+            for batch in batches[begin : begin + part]:
+                for _ in holdings.apply(read(batch), []):
+                    pass
+            least = min(least, time.thread_time() - start)
+        return least * _PARTS
 
     holdings = Holdings(Index())
+    apply(stored, holdings)
+    apply(removed, holdings)
     stores = apply(stored, holdings)
     gc.collect()
     gc.freeze()  # as a router does when it has started

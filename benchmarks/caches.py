@@ -127,7 +127,9 @@ def index(blocks: int) -> Table:
         names = [[rng.getrandbits(64) for _ in range(each)] for _ in range(blocks // each)]
         stored = _batches([_stored(some, rng) for some in names], 50 // each)
         # Engines tell of each block that goes by itself.
-        gone = [{"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"} for some in names for name in some]
+        gone: list[dict[str, object]] = [
+            {"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"} for some in names for name in some
+        ]
         removed = _batches(gone, 50)
         best = [math.inf] * 4
         for _ in range(5):

@@ -469,7 +469,10 @@ class Resolver:
         entry = self._entries.hearsay(claim, target, kept=placement.kept)
         _hand_over(before, entry)
         entry.trial = entry.trial or (told.how == "created" and before is None and not placement.kept)
-        return entry, told.how or "stored"
+        if told.how or told.proven:
+            return entry, told.how or "stored"
+        self._metrics.unproven.inc()  # the peer could not ask the store either, and the claim may be closed
+        return entry, "cached"
 
     async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
         """What stands at the key is no claim that can be read, and is left alone. Each turn goes where the hash says,

@@ -463,6 +463,24 @@ async def test_a_peer_is_asked_to_claim_a_session_where_it_would_be_without_an_a
     peers.close()
 
 
+@pytest.mark.parametrize(("proven", "how"), [(True, "stored"), (False, "cached")])
+async def test_only_what_a_peer_has_proven_is_called_found_in_the_store(
+    here: Replica, other: Other, proven: bool, how: str
+) -> None:
+    """What it remembers and cannot ask for either may have been closed since."""
+    store = ScriptedStore(MemoryStore())
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    two = Replica(store, name="r2", peers=peers)
+    peers.update([other.peer()])
+    other.desk.known = Known(spot(here, "b"), ClaimValue(worker="b"), 7, proven)
+    store.go_away()
+    assert await two.visit() == ("b", how)
+    assert two.metrics.unproven.cells.get((), 0) == (not proven)
+    store.return_()
+    await two.affinity.aclose()
+    peers.close()
+
+
 async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_session(
     here: Replica, other: Other
 ) -> None:

@@ -505,6 +505,35 @@ async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_se
     await inner.aclose()
 
 
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_serves_by_it(
+    here: Replica, other: Other, peers: Peers, served: bool
+) -> None:
+    """Else its maker, which has gone by hash meanwhile, takes the session from there."""
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    guess = here.affinity._placer.by_hash(KEY).worker.name
+    elsewhere = "a" if guess != "a" else "b"
+    two = Replica(store, name="r2", peers=peers, policy=first_of(elsewhere))
+    store.before["create"] = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    proposal = next(iter(two.affinity._claims._given_up))
+    del store.before["create"]
+    store.go_away()
+    assert await two.visit() == (guess, "degraded")
+    claim = (await inner.create_or_get(KEY, ClaimValue(worker=elsewhere, nonce=proposal), 60.0)).claim  # done late
+    other.desk.known = Known(spot(here, elsewhere), claim.value, claim.revision, served)
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP)
+    assert (await two.visit())[0] == (elsewhere if served else guess)
+    stands = await inner.get(KEY)
+    assert stands is not None
+    assert (stands.revision == claim.revision) is served
+    await two.affinity.aclose()
+    await inner.aclose()
+
+
 async def test_a_session_that_a_peer_serves_without_the_store_is_claimed_there_by_who_finds_it_back_first(
     here: Replica, other: Other
 ) -> None:

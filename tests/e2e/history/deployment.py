@@ -348,8 +348,8 @@ class Deployment:
                 break
             await asyncio.sleep(0.1)
         if left:
-            shown = [f"{name} {await self.claim_text(name)}" for name in left[:5]]
-            note("\n".join([f"{len(left)} claims of closed sessions:", *shown]))
+            texts = [f"{name} {await self.claim_text(name)}" for name in left[:5]]
+            note("\n".join([f"{len(left)} claims of closed sessions:", *texts]))
         return found
 
 

@@ -493,6 +493,7 @@ async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_se
     store.before["create"] = asyncio.Event()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    await until(lambda: len(two.affinity._claims._given_up) == 1)
     proposal = next(iter(two.affinity._claims._given_up))
     del store.before["create"]
     await inner.create_or_get(KEY, ClaimValue(worker="a", nonce=proposal), 60.0)  # done late
@@ -518,6 +519,7 @@ async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_serves_
     store.before["create"] = asyncio.Event()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    await until(lambda: len(two.affinity._claims._given_up) == 1)
     proposal = next(iter(two.affinity._claims._given_up))
     del store.before["create"]
     store.go_away()

@@ -167,7 +167,7 @@ class Binding:
         if entry is None:
             return
         if status < 400:
-            entry.used = True
+            entry.served = True
         if (self._final or entry.trial) and ends(status):
             entry.trial = False
             entry.closing = entry.closing or self._final

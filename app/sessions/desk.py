@@ -47,7 +47,7 @@ class Desk:
             0 if claim is None else claim.revision,
             self._claims.state is StoreState.UP and self._entries.proven(entry, self._claims.clock()),
             entry.active,
-            entry.used,
+            entry.served,
             ended_at=ended_at,
         )
 
@@ -100,7 +100,7 @@ class Desk:
             entry.claim.revision,
             True,
             entry.active,
-            entry.used,
+            entry.served,
             how=how,
         )
 

@@ -6,6 +6,7 @@ import pytest
 
 from app.http.headers import FORWARDED
 from app.sessions.tenants import Admins
+from tests.support.rows import rows
 
 HERE = "127.0.0.1"
 OWN = [(b"host", b"localhost:8000")]
@@ -36,7 +37,7 @@ def test_this_machine_by_its_own_name_is_an_admin(host: str) -> None:
     assert Admins(at_path=True).allows(None, headers(host=host))
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "evil.example",
@@ -78,7 +79,7 @@ def test_who_speaks_for_others_is_not(name: bytes) -> None:
         assert not Admins().allows(HERE, [*OWN, (name, value)])
 
 
-@pytest.mark.parametrize(
+@rows(
     ("more", "allowed"),
     [
         (headers(origin="http://localhost:8000"), True),

@@ -23,6 +23,7 @@ from app.sessions.identity import (
     parse_source,
     read_hints,
 )
+from tests.support.rows import rows
 
 PARSED = [source for text in DEFAULT_SOURCES for source in parse_source(text)]
 SOURCES = [source.session for source in PARSED if source.session]
@@ -157,7 +158,7 @@ def test_two_differing_ids_are_refused() -> None:
     assert refused(of(b"x-dynamo-session-id", b"a", b"A"))[0] == "invalid_session_id"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("values", "final", "unclear"),
     [
         ([b"true"], True, False),

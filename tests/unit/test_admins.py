@@ -16,7 +16,7 @@ def headers(**more: str) -> list[tuple[bytes, bytes]]:
     return [(name.replace("_", "-").encode(), value.encode()) for name, value in more.items()]
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "localhost",
@@ -73,7 +73,7 @@ def test_who_comes_from_elsewhere_is_not(peer: str | None) -> None:
     assert not Admins().allows(peer, OWN)
 
 
-@pytest.mark.parametrize("name", sorted({*FORWARDED, b"via", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip"}))
+@rows("name", sorted({*FORWARDED, b"via", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip"}))
 def test_who_speaks_for_others_is_not(name: bytes) -> None:
     for value in (b"127.0.0.1", b""):
         assert not Admins().allows(HERE, [*OWN, (name, value)])

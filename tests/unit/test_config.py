@@ -380,7 +380,7 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
     assert "123456" not in problem
 
 
-@pytest.mark.parametrize(
+@rows(
     ("flags", "names"),
     [
         ({"processes": "2", "claims": "memory://"}, ("processes", "claims")),
@@ -589,7 +589,7 @@ def test_all_processes_have_the_secrets_that_were_read_at_start(tmp_path: Path) 
     assert (later.workers.key, later.access.token, later.store.secret) == ("hush",) * 3
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "place", "url", "is_local"),
     [
         ("127.0.0.1:8001", ("127.0.0.1", 8001, None), "http://127.0.0.1:8001", True),

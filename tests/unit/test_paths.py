@@ -129,7 +129,7 @@ def test_engine_paths_are_those_of_the_setting() -> None:
     assert Paths(["none"]).kind("/tokenize") is Kind.OURS
 
 
-@pytest.mark.parametrize(
+@rows(
     ("path", "why"),
     [
         ("tokenize", "no plain path"),

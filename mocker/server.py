@@ -1,6 +1,6 @@
 """One mock worker as an ASGI app: `create_mock` is the only wiring.
 
-Turns go to `turns.TurnService` before Starlette sees them, which has the rest. What clients and operators call there
+Turns go to `running.serve` before Starlette sees them, which has the rest. What clients and operators call there
 is a call: it is recorded and takes faults, as turns do. Probes (`/health`, `/v1/models`) are not recorded, and suffer
 the faults that say so; `/mock/...` is neither.
 """
@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from mocker import identity, kept, messages, metrics, turns, wire
+from mocker import identity, kept, messages, metrics, running, turns, wire
 from mocker.faults import Fault, FaultySend, reset_connection
 from mocker.paths import Paths
 from mocker.records import Call
@@ -61,7 +61,7 @@ class MockWorker(Starlette):
         if self.turns.metronome.held and not path.startswith("/mock/"):
             await self.turns.metronome.until(0)
         if scope["type"] == "http" and path in self.turns.apis:
-            await self.turns(scope, receive, send)
+            await running.serve(self.turns, scope, receive, send)
         elif scope["type"] == "http" and not self.turns.loaded and not path.startswith("/mock/"):
             await self._suffer(Fault(mode="load"), scope, receive, send, self._naming(send))
         elif scope["type"] == "http" and path in _PROBED and (fault := self.turns.faults.of_probes()) is not None:
@@ -109,9 +109,9 @@ class MockWorker(Starlette):
         try:
             match fault:
                 case Fault(mode="status", status=status, headers=more):
-                    raise turns.ordered(status, more)
+                    raise running.ordered(status, more)
                 case Fault(mode="fail"):
-                    raise turns.ordered(500)
+                    raise running.ordered(500)
                 case Fault(mode="load"):
                     self.turns.check_loaded()
                 case Fault(mode="crash", seconds=seconds):

@@ -42,6 +42,20 @@ def quick_path() -> Iterator[Path]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
+    """What is collected stands until the end, so that nothing of it is garbage: until then nobody looks for any."""
+    gc.disable()
+    _import_a_share(session)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def _import_a_share(session: pytest.Session) -> None:
     """Of the processes of a parallel run each compiles its share of the tests first, and finds the others' done: after
     a checkout nothing is compiled yet, and each would compile everything, which takes as long as many tests."""
     number, count = (os.environ.get(f"PYTEST_XDIST_{name}", "") for name in ("WORKER", "WORKER_COUNT"))

@@ -35,7 +35,7 @@ async def test_what_happens_under_faults_is_legal(rules: Rules, tmp_path: Path) 
         seconds=7 if rules.store == "file" else 9,
         seed=SEED,
         folder=tmp_path,
-        sessions=50,
+        sessions=40,
         think_s=0.6,
         pause_s=(0.1, 0.4),
         only=ACTS[rules.store],

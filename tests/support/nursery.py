@@ -209,7 +209,23 @@ def _warm() -> None:
     create_mock(MockSettings())
 
 
+class _End:
+    """Ends a child that is done. An interpreter takes all apart that it has imported: twice the CPU of the start that
+    was spared, most of it for copies of the pages that were the nursery's until then."""
+
+    code: int | None = None
+    """Unknown: it ends as it does."""
+
+    def __call__(self) -> None:
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code & 0xFF)
+
+
 def _main() -> None:
+    end = _End()
+    atexit.register(end)  # before all others, which come to their turn before it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which stop their children
     for name in _PRELOADED:
         importlib.import_module(name)
@@ -221,7 +237,13 @@ def _main() -> None:
         return
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = command
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        end.code = 0
+    except SystemExit as error:
+        if isinstance(error.code, int | None):
+            end.code = error.code or 0
+        raise
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ START_LIMIT = 60.0
 """Seconds; generous, because a busy machine starts many at once."""
 STOP_LIMIT = 60.0
 """Seconds from SIGTERM, which ends every process of ours, to SIGKILL."""
-LONGEST_PAUSE = 0.1
-"""Seconds between two looks at what does not come about at once."""
+LONGEST_PAUSE = 0.25
+"""Seconds between two looks at what does not come about at once; each is a page that a router makes for it."""
 _LISTENING = "0A"
 _URL = re.compile(r"(?:coatcheck \S+|serves .*?|admin API) at (https?://\S+?)(?:,|\s)")
 """What it says when it listens; a router may name its workers' URLs before."""

@@ -6,6 +6,7 @@ import pytest
 
 from app.http.headers import FORWARDED
 from app.sessions.tenants import Admins
+from tests.support.rows import rows
 
 HERE = "127.0.0.1"
 OWN = [(b"host", b"localhost:8000")]
@@ -15,7 +16,7 @@ def headers(**more: str) -> list[tuple[bytes, bytes]]:
     return [(name.replace("_", "-").encode(), value.encode()) for name, value in more.items()]
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "localhost",
@@ -36,7 +37,7 @@ def test_this_machine_by_its_own_name_is_an_admin(host: str) -> None:
     assert Admins(at_path=True).allows(None, headers(host=host))
 
 
-@pytest.mark.parametrize(
+@rows(
     "host",
     [
         "evil.example",
@@ -72,13 +73,13 @@ def test_who_comes_from_elsewhere_is_not(peer: str | None) -> None:
     assert not Admins().allows(peer, OWN)
 
 
-@pytest.mark.parametrize("name", sorted({*FORWARDED, b"via", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip"}))
+@rows("name", sorted({*FORWARDED, b"via", b"x-client-ip", b"true-client-ip", b"cf-connecting-ip"}))
 def test_who_speaks_for_others_is_not(name: bytes) -> None:
     for value in (b"127.0.0.1", b""):
         assert not Admins().allows(HERE, [*OWN, (name, value)])
 
 
-@pytest.mark.parametrize(
+@rows(
     ("more", "allowed"),
     [
         (headers(origin="http://localhost:8000"), True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import random
 from collections import Counter, deque
@@ -38,6 +39,7 @@ from tests.support.replicas import (
     running,
     scripted,
 )
+from tests.support.rows import rows
 
 # -- resolving
 
@@ -883,9 +885,10 @@ ENDS = (200, 204, 302, 400, 404, 422)
 KEEPS = (408, 409, 425, 429, 500, 502, 503, 504)
 
 
-@pytest.mark.parametrize("status", [*ENDS, *KEEPS])
-@pytest.mark.parametrize("final", [True, False])
-@pytest.mark.parametrize("who", ["the worker", "we before it is bound", "we after it is bound"])
+@rows(
+    ("status", "final", "who"),
+    itertools.product([*ENDS, *KEEPS], [True, False], ["the worker", "we before it is bound", "we after it is bound"]),
+)
 @in_virtual_time
 async def test_which_answers_end_a_session(status: int, final: bool, who: str) -> None:
     inner = memory()

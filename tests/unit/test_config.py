@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pydantic import SecretStr
 from app.config import CHANGEABLE, SECRETS, SETTINGS, Settings
 from app.sources import SettingsError, read_settings, service_links
 from app.values import mask, shown_value
+from tests.support.rows import rows
 
 FILES = Path(__file__).parent / "files"
 KEYS, WORKER_KEY, SECRET = FILES / "api-keys", FILES / "worker-key", FILES / "secret"
@@ -260,10 +262,13 @@ def test_the_examples_here_cover_every_setting() -> None:
     assert {name for name, _, _ in BAD + BAD_SECRETS} == set(SETTINGS)
 
 
-@pytest.mark.parametrize("name", WRITTEN)
-def test_every_setting_can_be_given_as_flag_variable_and_file_key(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@rows("name", WRITTEN)
+def test_every_setting_can_be_given_as_flag_variable_and_file_key(name: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        can_be_given_as_flag_variable_and_file_key(name, monkeypatch, Path(folder))
+
+
+def can_be_given_as_flag_variable_and_file_key(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text, value = WRITTEN[name]
     assert SETTINGS[name].value(DEFAULTS) != value
 
@@ -329,8 +334,13 @@ def test_an_empty_variable_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert read_settings({}).settings.listen.port == 8000
 
 
-@pytest.mark.parametrize(("name", "value", "remedy"), BAD)
-def test_a_bad_value_is_explained_as_it_was_written(
+@rows(("name", "value", "remedy"), BAD)
+def test_a_bad_value_is_explained_as_it_was_written(name: str, value: str, remedy: str) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch, tempfile.TemporaryDirectory() as folder:
+        is_explained_as_it_was_written(name, value, remedy, monkeypatch, Path(folder))
+
+
+def is_explained_as_it_was_written(
     name: str, value: str, remedy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (problem,) = problems({name: value})
@@ -370,7 +380,7 @@ def test_a_number_is_no_secret(tmp_path: Path) -> None:
     assert "123456" not in problem
 
 
-@pytest.mark.parametrize(
+@rows(
     ("flags", "names"),
     [
         ({"processes": "2", "claims": "memory://"}, ("processes", "claims")),
@@ -579,7 +589,7 @@ def test_all_processes_have_the_secrets_that_were_read_at_start(tmp_path: Path) 
     assert (later.workers.key, later.access.token, later.store.secret) == ("hush",) * 3
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "place", "url", "is_local"),
     [
         ("127.0.0.1:8001", ("127.0.0.1", 8001, None), "http://127.0.0.1:8001", True),

@@ -25,6 +25,7 @@ from backends.base import StoreUnavailable
 from backends.memory import MemoryStore
 from backends.registry import Registry, RegistryEvent
 from tests.support.fakes import in_virtual_time, settle
+from tests.support.rows import rows
 
 GRACE = 30.0
 
@@ -531,7 +532,7 @@ async def test_a_record_that_cannot_be_used_costs_only_itself() -> None:
     await store.aclose()
 
 
-@pytest.mark.parametrize(
+@rows(
     ("url", "here", "elsewhere"),
     [
         ("http://10.0.0.1:1", True, True),

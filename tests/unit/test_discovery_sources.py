@@ -20,6 +20,7 @@ from app.fleet.discovery.file import FileSource, read_workers
 from app.fleet.discovery.source import Aside, Said, Source, Trouble, View
 from app.fleet.specs import WorkerSpec, worker_name
 from tests.support.nameserver import NameServer
+from tests.support.rows import rows
 
 SOON = 0.01
 
@@ -84,7 +85,7 @@ url = "https://b"
     assert read_workers("") == ()
 
 
-@pytest.mark.parametrize(
+@rows(
     ("text", "line"),
     [
         ('worker = ["http://a:1",\n"http://b:1', 2),

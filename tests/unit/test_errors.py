@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import TABLE, TurnError, error_body, error_event, error_response
+from tests.support.rows import rows
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def raised_codes() -> set[str]:
     return {code for code in codes if isinstance(code, str)}
 
 
-@pytest.mark.parametrize("code", TABLE)
+@rows("code", TABLE)
 def test_shape(code: str) -> None:
     error = TurnError(code, 'what happened, "quoted"\n', param="p", headers=((b"allow", b"GET"),))
     status, headers, body = error_response(error)
@@ -43,7 +44,7 @@ def test_shape(code: str) -> None:
     assert b"\n" not in body  # it also travels as one line of an event stream
 
 
-@pytest.mark.parametrize("code", TABLE)
+@rows("code", TABLE)
 def test_shape_at_messages(code: str) -> None:
     error = TurnError(code, "what\nhappened", param="p", headers=((b"allow", b"GET"),))
     status, headers, body = error_response(error, b"/v1/messages?beta=true", b"r7")
@@ -68,7 +69,7 @@ def test_other_paths_have_openais_shape(path: bytes) -> None:
     assert error_body(TurnError("no_worker", "x"), path) == error_body(TurnError("no_worker", "x"))
 
 
-@pytest.mark.parametrize("code", TABLE)
+@rows("code", TABLE)
 def test_retry_headers(code: str) -> None:
     _, headers, _ = error_response(TurnError(code, "x"))
     pairs = dict(headers)
@@ -77,7 +78,7 @@ def test_retry_headers(code: str) -> None:
     assert (b"retry-after" in pairs) is (TABLE[code].retry_after is not None)
 
 
-@pytest.mark.parametrize("code", TABLE)
+@rows("code", TABLE)
 def test_the_table_makes_sense(code: str) -> None:
     answer = TABLE[code]
     assert 400 <= answer.status < 600

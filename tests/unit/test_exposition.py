@@ -14,6 +14,7 @@ from app.errors import TurnError
 from app.exposition import Merging, text, wants_open_metrics
 from app.gathering import Gathering, Member
 from app.metrics import Family, Metrics, WorkerCells
+from tests.support.rows import rows
 
 Process = tuple[Metrics, dict[str, WorkerCells]]
 
@@ -54,7 +55,7 @@ def test_the_text_is_what_prometheus_reads(open_metrics: bool) -> None:
     assert samples["coatcheck_worker_ttft_seconds_count", worker] == 1
 
 
-@pytest.mark.parametrize(
+@rows(
     ("accept", "wanted"),
     [
         ("application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2", True),

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.turn.fields import BodyHints, FieldReader, TooLarge, parse_aliases, with_model
+from tests.support.rows import rows
 
 PATHS = ("prompt_cache_key", "user", "metadata.session_id", "metadata.user_id")
 reader = FieldReader(PATHS)
@@ -102,9 +103,7 @@ def test_of_equal_names_the_last_one_counts_in_both_readings(reading: str, body:
         assert reader.ids(reader.decode_with_ids(body)) == ids
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b'"{}"', b'{"user": "a"', b'{"user": "a', b"7", b"\xff\xfe{"]
-)
+@rows("body", [b"", b"{", b"[]", b"null", b'"{}"', b'{"user": "a"', b'{"user": "a', b"7", b"\xff\xfe{"])
 def test_what_is_no_whole_object_has_no_fields(body: bytes) -> None:
     assert reader.find(body) is None
 
@@ -136,7 +135,7 @@ HUGE = {
 """Made by the test that reads them: every test process imports this, and would hold all of them until it ends."""
 
 
-@pytest.mark.parametrize("made", HUGE.values(), ids=HUGE.keys())
+@rows("made", HUGE.values())
 def test_the_second_reading_is_bounded(made: Callable[[], bytes]) -> None:
     body = made()
     began = time.process_time()
@@ -200,7 +199,7 @@ def test_an_alias_is_replaced_and_every_other_byte_stays(
     assert with_model(body, ALIAS, MODEL) == expected
 
 
-@pytest.mark.parametrize(
+@rows(
     ("body", "expected"),
     [
         (b'{"model":"small"}', b'{"model":"m"}'),

@@ -15,6 +15,7 @@ from app.http.headers import (
     response_headers,
     sort_request,
 )
+from tests.support.rows import rows
 
 WANTED = frozenset({b"session-id", b"content-length"})
 
@@ -29,7 +30,7 @@ def test_request_headers_keep_order_repetition_and_bytes() -> None:
     assert sent(*headers) == [b"b: 1", b"a: \xff \t", b"b: 2", b"c: "]
 
 
-@pytest.mark.parametrize("name", [*sorted(HOP_BY_HOP), b"host", b"content-length", b"expect", b"x-request-id"])
+@rows("name", [*sorted(HOP_BY_HOP), b"host", b"content-length", b"expect", b"x-request-id"])
 def test_what_is_the_routers_to_say_does_not_go_to_the_worker(name: bytes) -> None:
     assert sent((b"a", b"1"), (name, b"x"), (b"b", b"2")) == [b"a: 1", b"b: 2"]
 
@@ -62,7 +63,7 @@ def test_named_session_header_is_no_session() -> None:
     assert noted == {}
 
 
-@pytest.mark.parametrize("name", [*sorted(HOP_BY_HOP), b"x-request-id", b"x-coatcheck-worker", b"x-coatcheck-new"])
+@rows("name", [*sorted(HOP_BY_HOP), b"x-request-id", b"x-coatcheck-worker", b"x-coatcheck-new"])
 def test_what_is_the_routers_to_say_does_not_come_from_the_worker(name: bytes) -> None:
     assert response_headers([(b"a", b"1"), (name, b"x"), (b"a", b"2")], 200) == [(b"a", b"1"), (b"a", b"2")]
 
@@ -106,7 +107,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize(("said", "told"), PATHS.items())
+@rows(("said", "told"), PATHS.items())
 def test_addresses_of_a_worker_become_paths(said: bytes, told: bytes) -> None:
     assert PREFIXED.hide(b"location", said) == told
     assert PREFIXED.hide(b"link", b"<%b>; rel=a, <%b>" % (said, said)) == b"<%b>; rel=a, <%b>" % (told, told)

@@ -11,6 +11,7 @@ import pytest
 from app.fleet.health import Cause, Change, Health, Probe, State, Tolerance, Word
 from app.http.worker import ConnectRefused
 from app.turn.retry import blame
+from tests.support.rows import rows
 
 STARTING, UP, SUSPECT, DOWN = State.STARTING, State.UP, State.SUSPECT, State.DOWN
 
@@ -72,7 +73,7 @@ class Worker:
         return self.state
 
 
-@pytest.mark.parametrize(
+@rows(
     ("events", "state"),
     [
         # what changes nothing
@@ -344,7 +345,7 @@ def test_a_restart_ends_what_was_held_against_it() -> None:
     assert worker.see("XXGG") is UP
 
 
-@pytest.mark.parametrize(
+@rows(
     ("events", "evicting"),
     [
         ("G 555", False),

@@ -23,6 +23,7 @@ from app.sessions.identity import (
     parse_source,
     read_hints,
 )
+from tests.support.rows import rows
 
 PARSED = [source for text in DEFAULT_SOURCES for source in parse_source(text)]
 SOURCES = [source.session for source in PARSED if source.session]
@@ -64,7 +65,7 @@ def test_headers_that_are_known_and_not_read() -> None:
     assert Identifier(("dynamo",)).unread >= {b"session_id", b"x-session-affinity", b"x-claude-code-session-id"}
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@rows("source", SOURCES)
 def test_each_source_of_a_session(source: bytes) -> None:
     assert identify(of(source, b"abc")).session == (b"abc",)
 
@@ -107,7 +108,7 @@ def test_a_request_id_is_no_session_id() -> None:
     assert identify(of(b"x-request-id", b"abc")).session is None
 
 
-@pytest.mark.parametrize(
+@rows(
     ("value", "session"),
     [
         (b"a", b"a"),
@@ -157,7 +158,7 @@ def test_two_differing_ids_are_refused() -> None:
     assert refused(of(b"x-dynamo-session-id", b"a", b"A"))[0] == "invalid_session_id"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("values", "final", "unclear"),
     [
         ([b"true"], True, False),
@@ -191,7 +192,7 @@ def test_ranks_that_are_taken(value: bytes, rank: int | None) -> None:
     assert read_hints(of(RANK_HINT, value)) == Hints(rank=rank)  # 0 is a rank
 
 
-@pytest.mark.parametrize("value", [b"-1", b"+1", b"1.0", b"1e3", b"x", b"1 2", b"1000000", b"\xb2"])
+@rows("value", [b"-1", b"+1", b"1.0", b"1e3", b"x", b"1 2", b"1000000", b"\xb2"])
 def test_ranks_that_are_refused(value: bytes) -> None:
     assert refused(of(RANK_HINT, value)) == ("invalid_hint", "X-Dynamo-DP-Rank")
 
@@ -209,7 +210,7 @@ def test_prefill_hints_are_seen(name: bytes) -> None:
     assert {WORKER_HINT, RANK_HINT, name} <= HINTS
 
 
-@pytest.mark.parametrize(
+@rows(
     "text",
     [
         "",

@@ -15,6 +15,7 @@ import pytest
 from app.fleet.placement.events import Holdings, read
 from app.fleet.placement.index import Index, Shelf, links, root, token_bytes
 from tests.support.kv_events import Run, recorded
+from tests.support.rows import rows
 
 SIZE = 4
 
@@ -217,7 +218,7 @@ def test_a_removal_elsewhere_leaves_what_is_computed_from(engine: Engine) -> Non
     assert engine.overlap(ONE) == 20
 
 
-@pytest.mark.parametrize(
+@rows(
     "payload",
     [
         b"",

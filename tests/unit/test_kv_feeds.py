@@ -18,6 +18,7 @@ from app.fleet.placement.index import NAME, Index, Shelf, links, root, token_byt
 from app.fleet.specs import WorkerError, WorkerSpec, checked_place, worker_spec
 from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
+from tests.support.rows import rows
 from tests.unit.test_kv import SIZE, Engine
 
 ONE, TWO = list(range(100, 120)), list(range(200, 220))
@@ -571,7 +572,7 @@ async def test_what_is_nested_without_end_is_no_batch(publisher: Publisher) -> N
         assert follower.gaps("malformed") == 1
 
 
-@pytest.mark.parametrize(
+@rows(
     "text",
     [
         "tcp://*:5557", "tcp://u:p@h:1", "tcp://h:1#x", "tcp:// h:1", "tcp://h:5\n", "tcp://a_b!c:1", "tcp://[::1",

@@ -384,8 +384,9 @@ def test_leaving_at_any_moment_leaves_no_turn_behind(worker: Worker) -> None:
     for step in range(40):
         with worker.connect("hasty", stream=step % 2 == 0, max_tokens=4):
             time.sleep(step * 0.0003)
+    # The last ones may begin only now, on a busy machine also after a look at which none ran.
+    eventually(lambda: {turn["outcome"] for turn in worker.turns("hasty")} <= {"completed", "aborted"})
     eventually(lambda: worker.get("/mock/state")["active"] == 0)
-    assert {turn["outcome"] for turn in worker.turns("hasty")} <= {"completed", "aborted"}
 
 
 def test_a_reader_that_stalls_and_leaves_has_not_got_the_whole_answer(slow: Worker) -> None:

@@ -21,6 +21,7 @@ import zmq
 from mocker import cli
 from mocker.engine import profile as profiles
 from mocker.engine.profile import Profile
+from mocker.running import serve
 from mocker.settings import KvEvents, MockSettings
 from mocker.turns import TurnService
 from tests.support.fakes import in_virtual_time
@@ -171,7 +172,7 @@ async def served(service: TurnService, body: dict[str, Any]) -> Any:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
-    await service(scope, receive, send)
+    await serve(service, scope, receive, send)
     assert sent[0]["status"] == 200, sent
     return json.loads(b"".join(each.get("body", b"") for each in sent))
 

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from app.turn.paths import ENGINE_PATHS, Kind, Paths
+from tests.support.rows import rows
 
 MANAGEMENT = [
     "/v1/load_lora_adapter",
@@ -102,17 +103,17 @@ OURS = ["/", "/v1", "/v1/models", "/health", "/ready", "/metrics", "/openapi.jso
 OURS += ["/tokenize/", "/TOKENIZE", "/v2/score", "/V1/chat/completions"]
 
 
-@pytest.mark.parametrize("path", MANAGEMENT + SPELLINGS)
+@rows("path", MANAGEMENT + SPELLINGS)
 def test_what_changes_workers_is_known_however_it_is_spelled(path: str) -> None:
     assert Paths().kind(path) is Kind.MANAGEMENT
 
 
-@pytest.mark.parametrize("path", TURNS)
+@rows("path", TURNS)
 def test_what_workers_answer(path: str) -> None:
     assert Paths().kind(path) is Kind.TURN
 
 
-@pytest.mark.parametrize("path", OURS)
+@rows("path", OURS)
 def test_what_the_router_answers(path: str) -> None:
     assert Paths().kind(path) is Kind.OURS
 
@@ -128,7 +129,7 @@ def test_engine_paths_are_those_of_the_setting() -> None:
     assert Paths(["none"]).kind("/tokenize") is Kind.OURS
 
 
-@pytest.mark.parametrize(
+@rows(
     ("path", "why"),
     [
         ("tokenize", "no plain path"),

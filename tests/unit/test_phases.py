@@ -28,6 +28,7 @@ from app.turn.prompts import SplitRequest
 from app.turn.request import Reading, Request
 from app.turn.retry import Attempt
 from tests.support.fakes import in_virtual_time
+from tests.support.rows import rows
 from tests.unit.test_catalog import Workers, catalog_of, learnt, serving
 
 
@@ -140,13 +141,12 @@ async def test_what_only_those_serve_that_prefill_is_served_by_nobody() -> None:
         assert told.value.code == "no_worker"
 
 
-@pytest.mark.parametrize(
+@rows(
     "body",
     [
         b"", b"[]", b"null", b'"text"', b"{", b'{"prompt": ', b'{"prompt": "x"} more', b"\xff\xfe{\x00}\x00",
         b'{"prompt": "x", "\xed\xa0\xbd": 1}', b'{"prompt": "x", "\\ud83d": 1}', b"[" * 5000,
     ],
-    ids=range(11),
 )  # fmt: skip
 def test_what_cannot_be_read_goes_whole_for_the_worker_to_judge(body: bytes) -> None:
     assert split(body) is None

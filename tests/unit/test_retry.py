@@ -20,6 +20,7 @@ from app.http.worker import (
     StaleConnection,
 )
 from app.turn.retry import Next, Sent, after, after_busy, error_of
+from tests.support.rows import rows
 
 NOTHING = Sent()
 EVERY_SENT = [Sent(*each) for each in itertools.product((False, True), repeat=4)]
@@ -44,16 +45,15 @@ ROWS: list[tuple[type[AttemptFailed], list[Sent], Next]] = [
 ]
 
 
-@pytest.mark.parametrize(
+@rows(
     ("failure", "sent", "then"),
     [(failure, sent, then) for failure, many, then in ROWS for sent in many],
-    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None) or repr(value),
 )
 def test_what_follows(failure: type[AttemptFailed], sent: Sent, then: Next) -> None:
     assert after(failure("x"), sent) is then
 
 
-@pytest.mark.parametrize("sent", EVERY_SENT)
+@rows("sent", EVERY_SENT)
 def test_a_503_is_left_only_by_turns_that_may_go_anywhere(sent: Sent) -> None:
     assert after_busy(sent) is (Next.ELSEWHERE_IF_ANY if sent.free and not sent.once else Next.FAIL)
 

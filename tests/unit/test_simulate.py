@@ -20,6 +20,7 @@ from mocker import traces
 from mocker.engine import profile as profiles
 from mocker.engine.profile import Times
 from mocker.engine.scheduler import Scheduler
+from mocker.running import serve
 from mocker.settings import MockSettings
 from mocker.simulation import Outcome, Simulation, Split
 from mocker.traces import Agents, Chain, Session, Turn
@@ -133,7 +134,7 @@ async def streamed(worker: TurnService, body: dict[str, Any]) -> Any:
             events.put_nowait((loop.time(), message.get("body", b"")))
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "http_version": "1.1"}
-    serving = asyncio.create_task(worker(scope, receive, send))
+    serving = asyncio.create_task(serve(worker, scope, receive, send))
     serving.add_done_callback(lambda _: events.put_nowait(None))
     while (came := await events.get()) is not None:
         at, text = came

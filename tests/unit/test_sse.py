@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.http.sse import EndDetector, Trail
+from tests.support.rows import rows
 
 
 def first_hit(pieces: list[bytes]) -> int | None:
@@ -26,7 +27,7 @@ def cut(stream: bytes, places: list[int]) -> list[bytes]:
     return [stream[start:end] for start, end in itertools.pairwise(edges)]
 
 
-@pytest.mark.parametrize(
+@rows(
     "stream",
     [
         b"data: [DONE]",
@@ -53,7 +54,7 @@ def test_last_event_is_found_at_every_split(stream: bytes) -> None:
     assert first_hit([bytes([byte]) for byte in stream]) == end
 
 
-@pytest.mark.parametrize(
+@rows(
     "stream",
     [
         b"",

@@ -9,6 +9,7 @@ import pytest
 from app.errors import TurnError
 from app.http.headers import Noted
 from app.sessions.tenants import Tenants, protocols_without_keys
+from tests.support.rows import rows
 
 ALICE, AGAIN, BOB = (b"ck-alice", b"ck-alice-2", b"ck-bob")
 TENANTS = Tenants(
@@ -18,7 +19,7 @@ AUTH, KEY, OFFER = b"authorization", b"x-api-key", b"sec-websocket-protocol"
 FOREIGN = b"Bearer sk-other"
 
 
-@pytest.mark.parametrize(
+@rows(
     ("noted", "goes_on"),
     [
         ({AUTH: [b"Bearer " + ALICE]}, (AUTH, b"Bearer " + ALICE)),

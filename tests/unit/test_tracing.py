@@ -5,9 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from app.turn.tracing import is_wanted, open_tracing
+from tests.support.rows import rows
 
 _OFF = """
 import asyncio, sys
@@ -28,7 +27,7 @@ def test_nothing_of_it_is_imported_where_it_is_not_asked_for() -> None:
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
-@pytest.mark.parametrize(
+@rows(
     ("endpoint", "variables", "wanted"),
     [
         (None, {}, False),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from app.turn.usage import FAR, tokens
+from tests.support.rows import rows
 
 CHAT = (
     b'{"id":"x","choices":[],"usage":{"prompt_tokens":1234,"total_tokens":1334,"completion_tokens":100,'
@@ -12,7 +11,7 @@ CHAT = (
 )
 
 
-@pytest.mark.parametrize(
+@rows(
     ("answer", "told"),
     [
         (CHAT, (1234, 1024)),

@@ -13,6 +13,7 @@ from app.fleet.loads import Place
 from app.fleet.policies import least_loaded
 from app.fleet.specs import WorkerError, normal_url, worker_name
 from app.fleet.workers import Fleet, Target, Worker, make_worker
+from tests.support.rows import rows
 
 
 class Clock:
@@ -26,7 +27,7 @@ def make(url: str, name: str | None = None, clock: Clock | None = None) -> Worke
     return make_worker(url, name=name, connect_limit=1, idle_limit=1, clock=clock or Clock())
 
 
-@pytest.mark.parametrize(
+@rows(
     ("url", "normal"),
     [
         ("http://h:8000", "http://h:8000"),
@@ -52,7 +53,7 @@ def test_one_spelling(url: str, normal: str) -> None:
     assert worker_name(url) == worker_name(normal)
 
 
-@pytest.mark.parametrize(
+@rows(
     "url",
     [
         "",

@@ -32,7 +32,7 @@ from tests.support.wire import Cut, ask, turn
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time to start nine processes
 
-NEW = 150
+NEW = 300
 AT_ONCE = 30
 MOST_FAILED = AT_ONCE // 3
 """Of the turns that come before any has failed as many go to the sick worker as to each of the others. On a busy

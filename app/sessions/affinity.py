@@ -342,6 +342,17 @@ class Affinity:
     def size(self) -> int:
         return len(self._entries)
 
+    def used(self, key: str) -> Target | None:
+        """Where a session is that is served by its claim, by what is known here, for who works there without being a
+        turn of it; None when that does not do. Its claim lives on as by a turn."""
+        now = self._clock()
+        entry = self._entries.used(key, now)
+        if entry is None:
+            return None
+        if now >= entry.renew_at:
+            self._renewer.soon(entry)
+        return entry.target
+
     @property
     def active_turns(self) -> int:
         return sum(entry.active for entry in self._entries.active.values())

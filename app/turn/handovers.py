@@ -190,19 +190,24 @@ def _host(url: str) -> bytes:
 
 def handover_in(answer: bytes) -> bytes:
     """As the prefill worker says it. Raises NoHandover."""
-    try:
-        found = bytes(_decode_prefilled(answer).kv_transfer_params)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NoHandover("malformed") from error
-    if found == _NULL:
-        raise NoHandover("missing")
+    found = answer[answer.rfind(_SAYS_IT) + len(_SAYS_IT) : -1]  # vLLM says it last
     try:
         said = _decode_blocks(found)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NoHandover("malformed") from error
+    except (msgspec.DecodeError, RecursionError):
+        try:
+            found = bytes(_decode_prefilled(answer).kv_transfer_params)
+            if found == _NULL:
+                raise NoHandover("missing")
+            said = _decode_blocks(found)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise NoHandover("malformed") from error
     if not (said.do_remote_prefill and _some(said.remote_block_ids) and said.remote_engine_id and said.remote_host):
         raise NoHandover("malformed")
     return found
+
+
+_SAYS_IT = b'"kv_transfer_params":'
+"""In no string, for there the last quote would have a backslash before it."""
 
 
 _some = re.compile(rb"\[\s*[^\s\]]").match

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from app.errors import TurnError
+from app.errors import ClientDisconnected, TurnError
 from app.fleet.capacity import Choice, Full, Slot
 from app.fleet.specs import HANDOVERS, Handover
 from app.fleet.workers import Target, Worker
@@ -151,15 +151,13 @@ class PromptTurn(Turn):
     async def _leave_silent(self) -> bool:
         """Whether the turn goes on at another decode worker, because its own is silent."""
 
-    def _compute_prompt(self) -> Coroutine[Any, Any, None]:
+    def _compute_prompt(self, parts: Parts | Halves) -> Coroutine[Any, Any, None]:
         """Have it computed, and put into what the decode worker gets how that comes by it. Raises TurnError,
         ClientDisconnected."""
         if self._handover is not None or self._meeting is not None:
             self._let_go()
         self._first = False
         self._read_at = 0.0
-        parts = self._parts
-        assert parts is not None
         return self._meet(parts) if isinstance(parts, Halves) else self._prefill_until_answered(parts)
 
     async def _prefill_until_answered(self, parts: Parts) -> None:
@@ -169,15 +167,15 @@ class PromptTurn(Turn):
             self._slots.give_back()  # who waits for a slot to prefill holds none, or tenants would wait for themselves
         lost = self._prefill_lost
         busy = again = False
-        binding, known = self._phases.prefills.session(request, self._prefill_hint, self._speaks)
+        known, binding = self._known_place()
         try:
             while True:
-                presence.raise_if_gone()
-                if known is None or lost or self._prefill_spared:
+                if presence.gone:
+                    raise ClientDisconnected
+                if known is None:
                     target = await self._decide(binding, lost)
                 else:
                     self._prefill, target = known, known.target
-                known = None
                 worker = target.worker
                 slot = None if self._slots is None else await self._slot_at(target)
                 self._prefilling = attempt = Attempt(target, loop, slot)
@@ -190,8 +188,11 @@ class PromptTurn(Turn):
                         request.trace_line = b"%b: %b\r\n" % trace.attempts(target, "prefill")
                     began = loop.time()
                     await request.send_prompt(connection, target, parts.prompt)
-                    answer = await whole(connection)
+                    response = connection.response
+                    answer = b"".join(response.pieces) if response.complete else await whole(connection)
                 except AttemptFailed as error:
+                    if known is not None:
+                        known, binding = None, self._phases.prefills.hold(request)
                     then = await self._after_failed(attempt, error, binding)
                     again = then is Next.AGAIN
                     if not again and then is not Next.ANEW:
@@ -200,15 +201,17 @@ class PromptTurn(Turn):
                 finally:
                     attempt.end()
                     self._prefilling = None
-                response = connection.response
                 status, headers = response.status, response.headers  # before somebody else has the connection
                 judge(worker.health, status)
                 if trace is not None:
                     trace.answered(status)
-                if status == 503 and not busy and self._is_computed_elsewhere(lost | {worker.name}, binding):
-                    busy = True
-                    lost |= {worker.name}
-                    continue
+                if status == 503 and not busy:
+                    if known is not None:
+                        known, binding = None, self._phases.prefills.hold(request)
+                    if self._is_computed_elsewhere(lost | {worker.name}, binding):
+                        busy = True
+                        lost |= {worker.name}
+                        continue
                 if binding is not None:
                     binding.answered(status)
                 self._prefilled_at = now = loop.time()
@@ -221,6 +224,16 @@ class PromptTurn(Turn):
         finally:
             if binding is not None:
                 binding.release()
+
+    def _known_place(self) -> tuple[Decision | None, Binding | None]:
+        """Where the prompt is computed, if nothing speaks against where its session's were; else the hold with which
+        that is to be decided."""
+        prefills = self._phases.prefills
+        if self._prefill_hint is None and not self._prefill_lost and not self._prefill_spared:
+            known = prefills.known(self._request, self._speaks)
+            if known is not None:
+                return known, None
+        return None, prefills.hold(self._request)
 
     async def _after_failed(self, attempt: Attempt, failure: AttemptFailed, binding: Binding | None) -> Next:
         """What follows for the prompt. Raises TurnError, ClientDisconnected."""
@@ -348,13 +361,7 @@ class PromptTurn(Turn):
         assert decision is not None
         if slots is not None and not slots.ready(decision.target):
             return  # it waits for that first. Who has it, and waits to prefill, is waited for by nobody who prefills
-        binding, known = self._phases.prefills.session(self._request, self._prefill_hint, self._speaks)
-        try:
-            attempt, connection = await self._reach(binding, known)
-        except BaseException:  # also when the turn is cut
-            if binding is not None:
-                binding.release()
-            raise
+        attempt, connection, binding = await self._reach()
         prompt, rest = halves.meeting(attempt.target, self._phases.room())
         span = None if self._trace is None else self._trace.beside(attempt.target)
         meeting = Meeting(attempt, binding, self._loop, self._prompt_ended, span)
@@ -367,35 +374,42 @@ class PromptTurn(Turn):
         meeting.begin(request.send_prompt(connection, attempt.target, prompt))
         request.body, request.undelivered = rest, True
 
-    async def _reach(self, binding: Binding | None, known: Decision | None) -> tuple[Attempt, WorkerConnection]:
-        """A prefill worker that can be connected to; `known`: as of `Prefills.session`. Raises TurnError,
+    async def _reach(self) -> tuple[Attempt, WorkerConnection, Binding | None]:
+        """A prefill worker that can be connected to, and the hold with which it was decided. Raises TurnError,
         ClientDisconnected."""
         metrics, presence = self._shared.metrics, self._presence
         fresh, self._fresh = self._fresh, False
         lost = self._prefill_lost
-        while True:
-            presence.raise_if_gone()
-            if known is None or lost or self._prefill_spared:
-                target = await self._decide(binding, lost)
-            else:
-                self._prefill, target = known, known.target
-            known = None
-            worker = target.worker
-            slot = None if self._slots is None else await self._slot_at(target, beside=True)
-            attempt = Attempt(target, self._loop, slot)
-            try:
-                connection = None if fresh else worker.pool.take()
-                return attempt, connection or await connect(worker, presence, metrics)
-            except AttemptFailed as error:
-                attempt.end()
-                blame(worker.health, error)
-                if after(error, Sent(free=self._is_free_to_choose(binding))) is not Next.ELSEWHERE:
-                    raise error_of(error) from error
-                metrics.retries.inc(Next.ELSEWHERE.value)
-                lost |= {worker.name}
-            except BaseException:  # also when the turn is cut
-                attempt.end()
-                raise
+        known, binding = self._known_place()
+        try:
+            while True:
+                presence.raise_if_gone()
+                if known is None:
+                    target = await self._decide(binding, lost)
+                else:
+                    self._prefill, target = known, known.target
+                worker = target.worker
+                slot = None if self._slots is None else await self._slot_at(target, beside=True)
+                attempt = Attempt(target, self._loop, slot)
+                try:
+                    connection = None if fresh else worker.pool.take()
+                    return attempt, connection or await connect(worker, presence, metrics), binding
+                except AttemptFailed as error:
+                    attempt.end()
+                    blame(worker.health, error)
+                    if known is not None:
+                        known, binding = None, self._phases.prefills.hold(self._request)
+                    if after(error, Sent(free=self._is_free_to_choose(binding))) is not Next.ELSEWHERE:
+                        raise error_of(error) from error
+                    metrics.retries.inc(Next.ELSEWHERE.value)
+                    lost |= {worker.name}
+                except BaseException:  # also when the turn is cut
+                    attempt.end()
+                    raise
+        except BaseException:  # also when the turn is cut
+            if binding is not None:
+                binding.release()
+            raise
 
     def _prompt_ended(self, meeting: Meeting) -> None:
         if meeting is not self._meeting:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import httpx
 import pytest
 
 from tests.clients.vllm import ENVIRONMENT, MODEL, START_SECONDS, installed, make_model, standing_vllm
@@ -39,7 +40,7 @@ class Split:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Who prefills, and who decodes."""
     if not installed() or not [*ENVIRONMENT.glob("lib/python*/site-packages/nixl")]:
-        pytest.skip("vllm, or nixl beside it, is not installed: tests.clients.install vllm; pip install nixl nixl-cu12")
+        pytest.skip("vllm, or nixl beside it, is not installed: python -m tests.clients.install vllm")
     folder = tmp_path_factory.mktemp("phases")
     model = make_model(folder / "model")
     with contextlib.ExitStack() as stack:
@@ -58,6 +59,11 @@ def split(engines: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     with Processes(tmp_path_factory.mktemp("split")) as processes:
         workers = [f"--worker={prefill},name=p,phase=prefill", f"--worker={decode},name=d,phase=decode"]
         [replica] = processes.replicas_with(["--claims=memory://", "--prefill-from=0", *workers])
+        # The first hand-over takes long: each engine makes ready what only a request needs, and the two shake hands.
+        path, kind = "/v1/chat/completions", {"content-type": "application/json"}
+        with httpx.Client(trust_env=False, timeout=START_SECONDS) as client:
+            first = client.post(replica.url + path, content=request(path, stream=False), headers=kind)
+        assert first.status_code == 200, first.text
         yield Split(decode, replica)
 
 

@@ -33,6 +33,7 @@ import msgspec
 from app.errors import ClientDisconnected, TurnError
 from app.fleet.placement.foresight import Foreseen
 from app.http.inplace import Wake
+from app.http.response import Response
 from app.http.worker import (
     AttemptFailed,
     AttemptTimeout,
@@ -48,6 +49,7 @@ from app.turn.prompts import PrefillFailed, PromptTurn, Relayed
 from app.turn.retry import Next, blame, error_of, is_gone, is_silent
 from app.turn.routing import Decision
 from app.turn.slots import Slots
+from app.turn.turn import Turn
 
 _FREED_WITHIN = 5.0
 """Seconds that a worker has to begin to answer a request whose client has left, before it is cut off."""
@@ -136,12 +138,12 @@ class PhasedTurn(PromptTurn):
     # -- the turn's steps
 
     def _heed(self) -> None:
-        super()._heed()
+        Turn._heed(self)
         if self._request.may_hint:
             self._prefill_hint = self._phases.prefills.hint(self._request, self._exchange)
 
     def _goes_on(self) -> bool:
-        if not super()._goes_on():
+        if not Turn._goes_on(self):
             return False
         decision = self._decision
         assert decision is not None
@@ -209,7 +211,7 @@ class PhasedTurn(PromptTurn):
         try:
             while True:
                 try:
-                    await super()._try_until_answered()
+                    await Turn._try_until_answered(self)
                     return
                 except (HandoverLost, PrefillFailed, TurnError) as fault:
                     await self._start_over(self._may_start_over(fault))
@@ -281,12 +283,38 @@ class PhasedTurn(PromptTurn):
             self._go(Decision(other.target, "bypassed", other.because))
         return True
 
-    async def _relay(self, connection: WorkerConnection) -> None:
-        if self._handover is not None or self._meeting is not None:
-            await self._await_first(connection)
-        rest = super()._relay(connection)
+    def _relay(self, connection: WorkerConnection) -> Coroutine[Any, Any, None] | None:
+        response = connection.response
+        if self._handover is None and self._meeting is None:
+            rest = Turn._relay(self, connection)  # not `super()`: see `SplitRequest`
+        elif response.complete or response.status >= 300:
+            text = b"".join(response.pieces)
+            self._begins(response, text, spoken(text), None)
+            rest = Turn._relay(self, connection)
+        else:
+            rest = self._relay_from_first(connection)
+        if rest is not None:
+            return self._relay_rest(rest)
+        self._note_seen()
+        return None
+
+    async def _relay_rest(self, rest: Coroutine[Any, Any, None]) -> None:
+        await rest
+        self._note_seen()
+
+    async def _relay_from_first(self, connection: WorkerConnection) -> None:
+        """Look at the beginning of the answer to a request with a hand-over, before anything is passed on of it."""
+        first = First()
+        connection.relay(first)
+        await first.came
+        response, text = connection.response, first.text
+        response.pieces.insert(0, text)
+        self._begins(response, text, first.said or spoken(text), first.failure)
+        rest = Turn._relay(self, connection)
         if rest is not None:
             await rest
+
+    def _note_seen(self) -> None:
         binding, attempt = self._binding, self._attempt
         if binding is None or attempt is None or attempt.target is not binding.target or self._status >= 300:
             return
@@ -295,23 +323,11 @@ class PhasedTurn(PromptTurn):
         elif can_be_split(self._exchange.raw_path, attempt.target.worker.handover):
             binding.saw(len(self._request.body))
 
-    async def _await_first(self, connection: WorkerConnection) -> None:
-        """Wait for the beginning of an answer to a request with a hand-over. Raises HandoverLost, PrefillFailed where
-        the turn can begin anew."""
-        response, attempt, failure = connection.response, self._attempt, None
+    def _begins(self, response: Response, text: bytes, said: bytes, failure: AttemptFailed | None) -> None:
+        """An answer to a request with a hand-over: `text` is its beginning, and that as `spoken`. Raises HandoverLost,
+        PrefillFailed where the turn can begin anew."""
+        attempt, status = self._attempt, response.status
         assert attempt is not None
-        status = response.status
-        if status < 300 and not response.complete:
-            first = First()
-            connection.relay(first)
-            await first.came
-            failure, text, said = first.failure, first.text, first.said
-            response.pieces.insert(0, text)
-            if failure is not None and not said:
-                said = spoken(text)
-        else:
-            text = b"".join(response.pieces)
-            said = spoken(text)
         if self._presence.gone:
             raise ClientDisconnected
         if attempt.upload_fault is not None:
@@ -391,7 +407,7 @@ class PhasedTurn(PromptTurn):
             self._meeting = None
         if request.undelivered or self._meeting is not None:
             self._let_go()
-        super()._account()
+        Turn._account(self)
         answer = self._answer
         if self._parts is not None and answer is not None and answer.came and self._outcome == "completed":
             sent, first, done = request.sent_at, self._began + answer.ttft, self._prefilled_at
@@ -408,8 +424,8 @@ class PhasedTurn(PromptTurn):
     def _own_lines(self) -> bytes:
         prefill = self._prefill
         if prefill is None:
-            return super()._own_lines()
-        return super()._own_lines() + _prefill_lines(prefill.target.worker.name, prefill.target.rank)
+            return Turn._own_lines(self)
+        return Turn._own_lines(self) + _prefill_lines(prefill.target.worker.name, prefill.target.rank)
 
     def _told(self) -> Told:
         prefill = self._prefill

@@ -46,9 +46,9 @@ _NO_TEXT = msgspec.Raw(b'""')
 _FALSE = msgspec.Raw(b"false")
 _OF_THE_PROMPT = ("best_of", "use_beam_search", "prompt_embeds", "prompt_logprobs", "echo")
 _HARMLESS = frozenset({_NULL, b"false", b"1"})
-_TELLING = frozenset({"n", TRANSFER, "prompt", *_OF_THE_PROMPT})
-"""Members that may say that it cannot be split."""
 _NOT_OF_THE_PROMPT = ("stream_options", "min_tokens")
+_TELLING = frozenset({"n", TRANSFER, "prompt", *_OF_THE_PROMPT, *_NOT_OF_THE_PROMPT, "max_completion_tokens"})
+"""Members that may say that it cannot be split, or split in another way than most."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -132,16 +132,16 @@ def split(
 def _parts(said: dict[str, msgspec.Raw]) -> Parts | None:
     """None: it has several prompts or asks for several answers, wants to know of its prompt's tokens, or is split by
     somebody in front of us."""
-    if not _TELLING.isdisjoint(said) and not _is_plain(said):
-        return None
-    for name in _NOT_OF_THE_PROMPT:
-        said.pop(name, None)
-    if "max_completion_tokens" in said:
-        said["max_completion_tokens"] = _ONE
-        if "max_tokens" in said:
-            said["max_tokens"] = _ONE
-    else:
-        said["max_tokens"] = _ONE
+    limits = "max_tokens"
+    if not _TELLING.isdisjoint(said):
+        if not _is_plain(said):
+            return None
+        for name in _NOT_OF_THE_PROMPT:
+            said.pop(name, None)
+        if "max_completion_tokens" in said:
+            said["max_completion_tokens"] = _ONE
+            limits = "max_tokens" if "max_tokens" in said else "max_completion_tokens"
+    said[limits] = _ONE
     said["stream"] = _FALSE
     said[TRANSFER] = _ASKED
     return Parts(_encode(said), said)

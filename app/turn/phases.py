@@ -87,7 +87,7 @@ class HandoverLost(Exception):
 def spoken(text: bytes) -> bytes:
     """Of the beginning of an answer, what stands behind the event that opens a stream, if one does; nothing, as long as
     that is not whole. Such an event says nothing yet: vLLM sends it with what comes next, be that an error."""
-    if _event(text) is None:
+    if text.startswith(b"{") or _event(text) is None:
         return text
     end = _end_of_event(text)
     if end is None:
@@ -315,11 +315,12 @@ class PhasedTurn(PromptTurn):
             await rest
 
     def _note_seen(self) -> None:
-        binding, attempt = self._binding, self._attempt
+        """How much of the session its target has seen."""
+        binding, attempt, body = self._binding, self._attempt, self._whole
         if binding is None or attempt is None or attempt.target is not binding.target or self._status >= 300:
             return
-        if self._whole:
-            binding.saw(len(self._whole))
+        if body:
+            binding.saw(len(body))
         elif can_be_split(self._exchange.raw_path, attempt.target.worker.handover):
             binding.saw(len(self._request.body))
 
@@ -333,6 +334,8 @@ class PhasedTurn(PromptTurn):
         if attempt.upload_fault is not None:
             raise attempt.upload_fault
         self._first = True
+        if status < 300 and failure is None and said.startswith(b"{") and self._doubted is None:
+            return  # as most do that are no streams
         if not said and response.complete:
             said = text
         refused = status == 500 or (status < 300 and _is_error(said) is not None)
@@ -342,7 +345,7 @@ class PhasedTurn(PromptTurn):
             if failure is not None:
                 blame(attempt.target.worker.health, failure)
             raise HandoverLost(failure)
-        if self._doubted is not None and failure is None and status < 300 and not refused:
+        if failure is None and status < 300 and not refused:
             self._clear(attempt.target.worker)
         if status in _NOT_BEGUN:
             self._request.undelivered = True  # nothing was fetched: it is released in the end
@@ -387,6 +390,9 @@ class PhasedTurn(PromptTurn):
                 self._request.body = self._whole
                 return
         if not self._request.undelivered:
+            if self._handover is not None or self._meeting is not None:
+                self._let_go()
+            self._first = False
             await self._compute_prompt(self._parts)
             if self._relayed:
                 raise Relayed

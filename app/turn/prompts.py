@@ -151,9 +151,6 @@ class PromptTurn(Turn):
     def _compute_prompt(self, parts: Parts | Halves) -> Coroutine[Any, Any, None]:
         """Have it computed, and put into what the decode worker gets how that comes by it. Raises TurnError,
         ClientDisconnected."""
-        if self._handover is not None or self._meeting is not None:
-            self._let_go()
-        self._first = False
         self._read_at = 0.0
         return self._meet(parts) if isinstance(parts, Halves) else self._prefill_until_answered(parts)
 
@@ -164,7 +161,8 @@ class PromptTurn(Turn):
             self._slots.give_back()  # who waits for a slot to prefill holds none, or tenants would wait for themselves
         lost = self._prefill_lost
         busy = again = False
-        known, binding = self._known_place()
+        known = self._known_place()
+        binding = None if known is not None else self._phases.prefills.hold(request)
         try:
             while True:
                 if presence.gone:
@@ -222,14 +220,13 @@ class PromptTurn(Turn):
             if binding is not None:
                 binding.release()
 
-    def _known_place(self) -> tuple[Decision | None, Binding | None]:
-        """Where the prompt is computed, if nothing speaks against where its session's were; else the hold with which
-        that is to be decided."""
-        request, phases, known = self._request, self._shared.phases, None
+    def _known_place(self) -> Decision | None:
+        """Where the prompt is computed, if nothing speaks against where its session's were."""
+        if self._prefill_hint is not None or self._prefill_lost or self._prefill_spared:
+            return None
+        phases = self._shared.phases
         assert phases is not None
-        if self._prefill_hint is None and not (self._prefill_lost or self._prefill_spared):
-            known = phases.prefills.known(request, self._speaks)
-        return known, None if known is not None else phases.prefills.hold(request)
+        return phases.prefills.known(self._request, self._speaks)
 
     async def _after_failed(self, attempt: Attempt, failure: AttemptFailed, binding: Binding | None) -> Next:
         """What follows for the prompt. Raises TurnError, ClientDisconnected."""
@@ -332,7 +329,8 @@ class PromptTurn(Turn):
             raise TurnError("bad_handover", f"{error}: the worker {worker} prefills for no other one") from error
         request, self._handover = self._request, handover
         request.body, request.undelivered = with_member(self._whole, TRANSFER, handover), True
-        self._presence.raise_if_gone()
+        if self._presence.gone:
+            raise ClientDisconnected
 
     async def _pass_on(self, status: int, headers: list[Header], target: Target, body: bytes) -> None:
         """The prefill worker's error is the turn's."""
@@ -376,7 +374,8 @@ class PromptTurn(Turn):
         metrics, presence = self._shared.metrics, self._presence
         fresh, self._fresh = self._fresh, False
         lost = self._prefill_lost
-        known, binding = self._known_place()
+        known = self._known_place()
+        binding = None if known is not None else self._phases.prefills.hold(self._request)
         try:
             while True:
                 presence.raise_if_gone()

@@ -542,6 +542,9 @@ class Affinity:
         entry = self._entries.find(key)
         if self.state is StoreState.UP and entry is not None and entry.claim is None:
             alone = entry.alone
+            if entry.trial and not entry.active:
+                self._entries.forget(key)  # the client left before the turn had it: nobody was served there
+                return
             if alone is not None and alone.ended_at >= alone.served_at and not entry.active:
                 # The claim that was not believed is gone, and so is the session, unless another turn comes: that one
                 # finds what has taken its place.

@@ -4,7 +4,8 @@
 is the same target on every replica. When the store answers again, what stands there may contradict that. A claim gives
 way (it is closed by its revision, and one is made at the target that served) when nobody is served by it:
 
-- it is a proposal of this replica's own that it had given up, and the store did late;
+- it is a proposal of this replica's own that it had given up, and the store did late, unless another replica that can
+  be asked serves by it already;
 - it names a worker that is not here, or that the session was moved off meanwhile: that one could not be reached;
 - it stood before the store lost its memory, and so is of any age;
 - it was made for a first turn that had to wait for it so long that another replica may have given the store up.
@@ -249,7 +250,7 @@ class Resolver:
             await self._fleet.learn(claim.value.worker)  # another replica may have heard of it first
             target = self._meant(claim)
         if known is not None and known.target.worker.known and target is not known.target:
-            why = self._gives_way(claim, known)
+            why = await self._gives_way(claim, known)
             if why and self._claims.state is StoreState.UP:
                 replaced = await self._replace(claim, why, known, placement, until)
                 if isinstance(replaced, Entry):
@@ -260,7 +261,11 @@ class Resolver:
                 return known, "degraded"
         name = claim.value.worker
         if target is not None:
-            return self._note(claim, target, snapshot, kept=placement.kept), how
+            # Another replica's, which may serve by it: it stays, whatever becomes of the first turn here.
+            joins = known is not None and known.claim is None and not self._claims.gave_up(claim)
+            entry = self._note(claim, target, snapshot, kept=placement.kept)
+            entry.trial = entry.trial and not joins
+            return entry, how
         if placement.kept:
             raise TurnError("gone", "the worker that kept it is gone")
         # The worker may be here without that rank: then it is not lost.
@@ -319,10 +324,10 @@ class Resolver:
         entry.alone = self._alone()
         return entry
 
-    def _gives_way(self, claim: Claim, known: Entry) -> str:
+    async def _gives_way(self, claim: Claim, known: Entry) -> str:
         """Why a claim that contradicts where the session was served here gives way (of WAYS_GIVEN); empty: it does
         not."""
-        if self._claims.gave_up(claim):
+        if self._claims.gave_up(claim) and not await self._peers.served_by(claim):
             return "late_write"
         alone = known.alone
         if alone is not None and self._fleet.worker(claim.value.worker) is None and self._meant(claim) is None:
@@ -376,7 +381,7 @@ class Resolver:
                     log.info("session %s stays at %s: a claim gave way (%s)", name, worker, why, extra=said)
                 known.claim = None  # it was of what gave way, or of what was before that
                 return self._note(claim, target, snapshot, kept=placement.kept)
-            if not self._gives_way(claim, known):
+            if not await self._gives_way(claim, known):
                 break
         return claim, snapshot
 
@@ -469,7 +474,10 @@ class Resolver:
         entry = self._entries.hearsay(claim, target, kept=placement.kept)
         _hand_over(before, entry)
         entry.trial = entry.trial or (told.how == "created" and before is None and not placement.kept)
-        return entry, told.how or "stored"
+        if told.how or told.proven:
+            return entry, told.how or "stored"
+        self._metrics.unproven.inc()  # the peer could not ask the store either, and the claim may be closed
+        return entry, "cached"
 
     async def _beside(self, key: str, known: Entry | None, placement: Placement) -> tuple[Entry, str]:
         """What stands at the key is no claim that can be read, and is left alone. Each turn goes where the hash says,

@@ -463,6 +463,24 @@ async def test_a_peer_is_asked_to_claim_a_session_where_it_would_be_without_an_a
     peers.close()
 
 
+@pytest.mark.parametrize(("proven", "how"), [(True, "stored"), (False, "cached")])
+async def test_only_what_a_peer_has_proven_is_called_found_in_the_store(
+    here: Replica, other: Other, proven: bool, how: str
+) -> None:
+    """What it remembers and cannot ask for either may have been closed since."""
+    store = ScriptedStore(MemoryStore())
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
+    two = Replica(store, name="r2", peers=peers)
+    peers.update([other.peer()])
+    other.desk.known = Known(spot(here, "b"), ClaimValue(worker="b"), 7, proven)
+    store.go_away()
+    assert await two.visit() == ("b", how)
+    assert two.metrics.unproven.cells.get((), 0) == (not proven)
+    store.return_()
+    await two.affinity.aclose()
+    peers.close()
+
+
 async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_session(
     here: Replica, other: Other
 ) -> None:
@@ -475,6 +493,7 @@ async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_se
     store.before["create"] = asyncio.Event()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    await until(lambda: len(two.affinity._claims._given_up) == 1)
     proposal = next(iter(two.affinity._claims._given_up))
     del store.before["create"]
     await inner.create_or_get(KEY, ClaimValue(worker="a", nonce=proposal), 60.0)  # done late
@@ -484,6 +503,36 @@ async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_se
     assert (claim.value.worker, claim.value.served) == ("b", True)
     await two.affinity.aclose()
     peers.close()
+    await inner.aclose()
+
+
+@pytest.mark.parametrize("served", [True, False])
+async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_serves_by_it(
+    here: Replica, other: Other, peers: Peers, served: bool
+) -> None:
+    """Else its maker, which has gone by hash meanwhile, takes the session from there."""
+    inner = MemoryStore()
+    store = ScriptedStore(inner)
+    guess = here.affinity._placer.by_hash(KEY).worker.name
+    elsewhere = "a" if guess != "a" else "b"
+    two = Replica(store, name="r2", peers=peers, policy=first_of(elsewhere))
+    store.before["create"] = asyncio.Event()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(two.turn(), 0.05)  # its client leaves
+    await until(lambda: len(two.affinity._claims._given_up) == 1)
+    proposal = next(iter(two.affinity._claims._given_up))
+    del store.before["create"]
+    store.go_away()
+    assert await two.visit() == (guess, "degraded")
+    claim = (await inner.create_or_get(KEY, ClaimValue(worker=elsewhere, nonce=proposal), 60.0)).claim  # done late
+    other.desk.known = Known(spot(here, elsewhere), claim.value, claim.revision, served)
+    store.return_()
+    await until(lambda: two.affinity.state is StoreState.UP)
+    assert (await two.visit())[0] == (elsewhere if served else guess)
+    stands = await inner.get(KEY)
+    assert stands is not None
+    assert (stands.revision == claim.revision) is served
+    await two.affinity.aclose()
     await inner.aclose()
 
 

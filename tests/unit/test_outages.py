@@ -507,6 +507,39 @@ async def test_a_late_write_is_ours_once_turns_are_served_by_it() -> None:
         assert await inner.get(KEY) == before
 
 
+@pytest.mark.parametrize("ends", ["unanswered", "before it had it"])
+@in_virtual_time
+async def test_a_first_turn_that_comes_to_nothing_leaves_another_replicas_claim_alone(ends: str) -> None:
+    """It began without the store, where the claim says by chance, and found the claim when the store came back."""
+    inner = memory()
+    store = scripted(inner)
+    async with running(scripted(inner), name="r1", policy=first_of("b")) as r1, running(store, name="r2") as r2:
+        for number in range(12):
+            key = key_hashed_to(r2, "b", 20 * number)
+            await r1.visit(key)
+            claim = await inner.get(key)
+            cut_off(store)
+            assert (await r2.visit(key_of(5000 + number)))[1] == "degraded"
+            turn = None
+            if ends == "unanswered":
+                turn = await r2.turn(key)
+                assert (turn.target.worker.name, turn.how) == ("b", "degraded")
+            else:
+                leaves = asyncio.create_task(r2.turn(key))
+                for _ in range(number):
+                    await asyncio.sleep(0)
+                leaves.cancel()
+                await asyncio.wait({leaves})
+                if not leaves.cancelled():
+                    leaves.result().release()
+            join(store)
+            await asyncio.sleep(5)
+            if turn is not None:
+                turn.release()
+            await asyncio.sleep(5)
+            assert await inner.get(key) == claim
+
+
 # -- rebound in an outage
 
 

@@ -250,6 +250,15 @@ class Deployment:
             return said.split()
         return [name for name in os.listdir(self.claims / "claims") if not name.startswith(".")]
 
+    async def claim_text(self, name: str) -> str:
+        """What stands there."""
+        if self.cluster is not None:
+            return await asyncio.to_thread(self.cluster.members[0].ctl, "get", name, "--print-value-only")
+        try:
+            return os.readlink(self.claims / "claims" / name)
+        except OSError as error:
+            return str(error)
+
     @property
     def members_may_be_killed(self) -> bool:
         return self.etcd != ETCD_BINARIES["etcd-3.5"]
@@ -339,7 +348,8 @@ class Deployment:
                 break
             await asyncio.sleep(0.1)
         if left:
-            note(f"{len(left)} claims of closed sessions: {' '.join(left[:5])}")
+            texts = [f"{name} {await self.claim_text(name)}" for name in left[:5]]
+            note("\n".join([f"{len(left)} claims of closed sessions:", *texts]))
         return found
 
 

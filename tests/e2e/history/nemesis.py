@@ -584,7 +584,7 @@ class Nemesis:
     async def _ctl(self, *args: str) -> str:
         try:
             return await asyncio.to_thread((await self._leader()).ctl, *args)
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, RuntimeError):  # a busy machine: etcdctl has a deadline of its own
             return await asyncio.to_thread((await self._leader()).ctl, *args)
 
 

@@ -105,6 +105,18 @@ class Prefills:
         model = request.fields.model or ""
         return self._routing.prefill_key(request, session, model if self._serving(request) is not None else "")
 
+    async def ending(self, request: Request, handover: Handover) -> Target | None:
+        """Where the prompts of a session were computed that ends with this turn and of which nothing is known here. Its
+        last one claims no such place."""
+        session = request.identity.session
+        if session is None:
+            return None
+        try:
+            target = (await self._affinity.look_up(self._key(request, session))).target
+        except TurnError:  # the store is away: it is placed as one without a session
+            return None
+        return target if target is not None and self.holds(target, request, handover) else None
+
     def placement(self, request: Request, hint: Hint | None, handover: Handover) -> Placement:
         """How that is placed where no claim stands."""
         among = self.among(request, handover)

@@ -283,8 +283,13 @@ class PromptTurn(Turn):
             and hint is None
             and self._shared.fleet.has_other(spared, prefills.among(request, speaks), prefill=True)
         )
+        ending = None
+        if binding is None and not spared and request.identity.final:
+            ending = await self._presence.unless_gone(prefills.ending(request, speaks))
         try:
-            if aside or binding is None:
+            if ending is not None:
+                decision = prefills.of_session(ending, "stored", hint)
+            elif aside or binding is None:
                 decision = prefills.without_session(request, hint, spared if aside else lost, speaks)
             else:
                 if binding.how == "none":
@@ -302,7 +307,7 @@ class PromptTurn(Turn):
             raise
         if decision.overrides and self._prefill is None:
             self._shared.metrics.hints_overridden.inc()
-        if aside or binding is None:
+        if ending is None and (aside or binding is None):
             self._shared.fleet.note_placed(decision.target)
         self._prefill = decision
         return decision.target

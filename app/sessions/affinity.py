@@ -164,7 +164,11 @@ class Binding:
     def answered(self, status: int) -> None:
         """The worker has begun to answer."""
         entry = self._entry
-        if entry is not None and (self._final or entry.trial) and ends(status):
+        if entry is None:
+            return
+        if status < 400:
+            entry.served = True
+        if (self._final or entry.trial) and ends(status):
             entry.trial = False
             entry.closing = entry.closing or self._final
 

@@ -47,6 +47,7 @@ class Desk:
             0 if claim is None else claim.revision,
             self._claims.state is StoreState.UP and self._entries.proven(entry, self._claims.clock()),
             entry.active,
+            entry.served,
             ended_at=ended_at,
         )
 
@@ -94,7 +95,13 @@ class Desk:
         if entry.claim is None or self._claims.state is not StoreState.UP:
             return None  # no better than what the peer can do by itself
         return Known(
-            self._names.spot(entry.target), entry.claim.value, entry.claim.revision, True, entry.active, how=how
+            self._names.spot(entry.target),
+            entry.claim.value,
+            entry.claim.revision,
+            True,
+            entry.active,
+            entry.served,
+            how=how,
         )
 
     async def close(self, ask: Ask) -> Known | None:

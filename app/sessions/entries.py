@@ -52,7 +52,7 @@ class Entry:
     """One session on this replica. Its turns are counted by `Entries`."""
 
     __slots__ = ("active", "alone", "claim", "closing", "ended", "good_until", "kept", "key", "proof", "renew_at",
-                 "renewing", "seen", "stamp", "target", "trial", "unheard", "unreadable")  # fmt: skip
+                 "renewing", "seen", "served", "stamp", "target", "trial", "unheard", "unreadable")  # fmt: skip
 
     def __init__(self, key: str, target: Target) -> None:
         self.key, self.target = key, target
@@ -79,6 +79,8 @@ class Entry:
         """It is no session but something that a worker keeps."""
         self.trial = False
         """It was made by a turn that is here, and no turn of it has been answered yet."""
+        self.served = False
+        """A turn of it here was answered by its target."""
         self.ended = False
         """Its close has begun."""
         self.unreadable = False

@@ -97,6 +97,8 @@ class Known(msgspec.Struct, frozen=True, omit_defaults=True):
     """The peer has the store's word for it."""
     active: int = 0
     """Its turns there."""
+    served: bool = False
+    """A turn of it was answered there, by this spot."""
     ended: bool = False
     """Its final turn was there, and its claim is still to be closed."""
     ended_at: float = 0.0
@@ -222,6 +224,12 @@ class Peers:
         links = self._usable()
         told = await self._all(links, Ask("where", claim.key)) if links else []
         return any(known.proven and known.revision == claim.revision for _, known in told)
+
+    async def have_served(self, claim: Claim) -> bool:
+        """Whether one of them has had a turn answered by this claim."""
+        links = self._usable()
+        told = await self._all(links, Ask("where", claim.key)) if links else []
+        return any(known.served and known.value is not None and known.revision == claim.revision for _, known in told)
 
     async def ended_at(self, key: str) -> float:
         """When the session last ended at any of them, in Unix seconds; 0: nobody knows of an end."""

@@ -5,7 +5,7 @@ is the same target on every replica. When the store answers again, what stands t
 way (it is closed by its revision, and one is made at the target that served) when nobody is served by it:
 
 - it is a proposal of this replica's own that it had given up, and the store did late, unless another replica that can
-  be asked serves by it already;
+  be asked has served by it;
 - it names a worker that is not here, or that the session was moved off meanwhile: that one could not be reached;
 - it stood before the store lost its memory, and so is of any age;
 - it was made for a first turn that had to wait for it so long that another replica may have given the store up.
@@ -327,7 +327,7 @@ class Resolver:
     async def _gives_way(self, claim: Claim, known: Entry) -> str:
         """Why a claim that contradicts where the session was served here gives way (of WAYS_GIVEN); empty: it does
         not."""
-        if self._claims.gave_up(claim) and not await self._peers.served_by(claim):
+        if self._claims.gave_up(claim) and not await self._peers.have_served(claim):
             return "late_write"
         alone = known.alone
         if alone is not None and self._fleet.worker(claim.value.worker) is None and self._meant(claim) is None:
@@ -468,7 +468,7 @@ class Resolver:
             if (known is not None and known.target is target) or self._refuse:
                 return None
             return await self._alone_at(key, target, lost, before), "degraded"
-        if known is not None and known.alone is not None and self._claims.gave_up(claim):
+        if known is not None and known.alone is not None and self._claims.gave_up(claim) and not told.served:
             return None  # our own late write: nobody has been served by it
         self._claims.adopt(claim)
         entry = self._entries.hearsay(claim, target, kept=placement.kept)

@@ -507,14 +507,16 @@ async def test_a_claim_that_was_given_up_gives_way_to_where_a_peer_serves_the_se
 
 
 @pytest.mark.parametrize("served", [True, False])
-async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_serves_by_it(
-    here: Replica, other: Other, peers: Peers, served: bool
+async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_has_served_by_it(
+    here: Replica, other: Other, served: bool
 ) -> None:
-    """Else its maker, which has gone by hash meanwhile, takes the session from there."""
+    """Else its maker, which has gone by hash meanwhile, takes the session from there. A peer that has only looked, for
+    another one or for the maker itself, knows it as well."""
     inner = MemoryStore()
     store = ScriptedStore(inner)
     guess = here.affinity._placer.by_hash(KEY).worker.name
     elsewhere = "a" if guess != "a" else "b"
+    peers = Peers("r2", Naming(here.fleet), here.metrics, patience=UNHURRIED)
     two = Replica(store, name="r2", peers=peers, policy=first_of(elsewhere))
     store.before["create"] = asyncio.Event()
     with pytest.raises(TimeoutError):
@@ -524,8 +526,10 @@ async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_serves_
     del store.before["create"]
     store.go_away()
     assert await two.visit() == (guess, "degraded")
+    peers.update([other.peer()])
     claim = (await inner.create_or_get(KEY, ClaimValue(worker=elsewhere, nonce=proposal), 60.0)).claim  # done late
-    other.desk.known = Known(spot(here, elsewhere), claim.value, claim.revision, served)
+    other.desk.known = Known(spot(here, elsewhere), claim.value, claim.revision, True, served=served)
+    assert await two.visit() == ((elsewhere, "stored") if served else (guess, "degraded"))
     store.return_()
     await until(lambda: two.affinity.state is StoreState.UP)
     assert (await two.visit())[0] == (elsewhere if served else guess)
@@ -533,6 +537,7 @@ async def test_a_claim_that_was_given_up_and_done_late_stays_once_a_peer_serves_
     assert stands is not None
     assert (stands.revision == claim.revision) is served
     await two.affinity.aclose()
+    peers.close()
     await inner.aclose()
 
 

@@ -411,7 +411,7 @@ def main() -> None:
     args = parser.parse_args()
     end_on_sigterm()
     print(machine(), end="\n\n")
-    print(compare(6.0 if args.quick else 13.0, args.seed, args.only).markdown())
+    print(compare(5.0 if args.quick else 10.0, args.seed, args.only).markdown())
 
 
 if __name__ == "__main__":

@@ -347,8 +347,8 @@ class Affinity:
         return len(self._entries)
 
     def used(self, key: str) -> Target | None:
-        """Where a session is that is served by its claim, by what is known here, for who works there without being a
-        turn of it; None when that does not do. Its claim lives on as by a turn."""
+        """Where a session is that was served here by its claim, for who works there without being a turn of it; None
+        when what is known here does not do. Its claim lives on as by a turn."""
         now = self._clock()
         entry = self._entries.used(key, now)
         if entry is None:

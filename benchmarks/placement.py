@@ -330,6 +330,7 @@ def _without_processes(quick: bool) -> None:
     print(cost(int(1000 * part)).markdown(), flush=True)
     print(caches.free_turns(new_fleet, int(400 * part)).markdown(), flush=True)
     print(caches.index(int(100_000 * part)).markdown(), flush=True)
+    print(caches.rate(5.0 if quick else 20.0).markdown(), flush=True)
     print(evenness().markdown(), flush=True)
     print(spread(400 * part, 1 if quick else 4).markdown(), flush=True)
 

@@ -83,8 +83,9 @@ class Lineup(Generic[T]):
     def __contains__(self, target: object) -> bool:
         return target in self._members
 
-    def walk(self, key: str) -> list[T]:
-        """The first few targets by hash: at least one."""
+    def walk(self, key: str) -> Iterator[T]:
+        """The first few targets by hash: at least one. What is behind the first, which is mostly enough, costs nothing
+        until somebody asks for it."""
         places, targets = self._places, self.targets
         if not places:
             places += sorted(point | number for number, target in enumerate(targets) for point in target.points)
@@ -92,8 +93,13 @@ class Lineup(Generic[T]):
         probe = _probe.copy()
         probe.update(key.encode())
         # The distance stands above the number of the target.
-        found = sorted([places[bisect_left(places, at := word & _PLACE)] - at for word in _read_probes(probe.digest())])
-        return [targets[number] for number in {place & _TARGET: None for place in found}]
+        found = [places[bisect_left(places, at := word & _PLACE)] - at for word in _read_probes(probe.digest())]
+        first = min(found) & _TARGET
+        yield targets[first]
+        found.sort()
+        for number in {place & _TARGET: None for place in found}:
+            if number != first:
+                yield targets[number]
 
 
 class Candidates(Collection[T]):
@@ -145,8 +151,12 @@ class Candidates(Collection[T]):
 
     def walk(self, key: str = "") -> list[T]:
         """The first few by hash of `key` (left out: the session's), without one that is to be tried."""
-        walk = self._lineup.walk(key or self.key)
+        walk = list(self._lineup.walk(key or self.key))
         return list(self._with_room(walk)) if self._room else walk
+
+    def along(self, key: str = "") -> Iterator[T]:
+        """The same, each looked for when it is asked for."""
+        return iter(self.walk(key)) if self._room else self._lineup.walk(key or self.key)
 
     def in_turn(self) -> tuple[T, ...]:
         """Those whose turn it is: all, or the `_ALL` that come next, one by one."""
@@ -162,10 +172,6 @@ class Candidates(Collection[T]):
         if len(targets) > _ALL:
             return ()
         return self._with_room(targets) if self._room else targets
-
-    def beside(self, walk: list[T]) -> Sequence[T]:
-        """Those to compare with the walk's, and these: all, or of many the walk's alone, which are as good as any."""
-        return self.few() or walk
 
     def _window(self, begin: int, size: int) -> tuple[T, ...]:
         targets = self._lineup.targets

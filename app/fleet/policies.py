@@ -4,7 +4,7 @@ tells the fleet (`Fleet.note_placed`)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil, floor
 
 from app.errors import TurnError
@@ -48,12 +48,22 @@ def least_loaded(candidates: Candidates[Target]) -> Target:
         load, _ = _usual(some)
         doubts = _doubts(some)
         return min(some, key=lambda each: (_weight(each, load, doubts), each.placed))
-    walk = candidates.walk()
-    compared = candidates.beside(walk)
+    walk, compared = _walk(candidates, candidates.few())
     return _first_with_room(walk, compared, *_usual(compared))
 
 
-def _first_with_room(walk: list[Target], compared: Sequence[Target], load: float, sessions: float) -> Target:
+def _walk(
+    candidates: Candidates[Target], few: Sequence[Target], key: str = ""
+) -> tuple[Iterable[Target], Sequence[Target]]:
+    """The walk of a key (left out: the session's), and those to compare with its targets: all, where they are few, or
+    of many the walk's alone, which are as good as any."""
+    if few:
+        return candidates.along(key), few
+    walk = candidates.walk(key)
+    return walk, walk
+
+
+def _first_with_room(walk: Iterable[Target], compared: Sequence[Target], load: float, sessions: float) -> Target:
     """The first of a walk that is below the bounds, else the least loaded. `load`, `sessions`: the usual."""
     load_after, sessions_after = load + 1 / len(compared), sessions + 1 / len(compared)
     enough = ceil((1 + _MORE_LOAD) * load_after) + 1  # turns come and go: one more is chance
@@ -132,8 +142,7 @@ def by_cache(candidates: Candidates[Target]) -> Target:
     name = prompt.name(common)
     if not name:
         return least_loaded(candidates)
-    walk = candidates.walk(name)
-    compared = few or walk
+    walk, compared = _walk(candidates, few, name)
     usual = usual or _usual(compared)
     other = _first_with_room(walk, compared, *usual)
     if not shares:

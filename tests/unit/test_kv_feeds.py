@@ -14,7 +14,7 @@ import zmq
 from app.fleet.discovery.file import read_workers
 from app.fleet.discovery.records import WorkerRecord, decode_record, encode_record
 from app.fleet.placement.feeds import Feed, Feeds, _places
-from app.fleet.placement.index import Index, links, root, token_bytes
+from app.fleet.placement.index import NAME, Index, Shelf, links, root, token_bytes
 from app.fleet.specs import WorkerError, WorkerSpec, checked_place, worker_spec
 from app.fleet.workers import Fleet, Target, make_worker
 from app.metrics import Metrics
@@ -361,6 +361,47 @@ async def test_the_loop_goes_round_while_a_long_batch_is_applied(publisher: Publ
                 await asyncio.sleep(0)
                 rounds += 1
         assert rounds >= 50
+
+
+async def test_a_round_does_no_more_however_much_waits(publisher: Publisher) -> None:
+    """By a clock on which each piece of work takes a quarter of a round's time: whatever batches are made of, a round
+    has so many pieces, each of as many blocks as there may be in one."""
+    engine = Engine(Index())
+    most = 2 * 64 * 4
+    async with following(publisher) as follower:
+        await follower.has(ONE, 0)
+        handled: list[int] = []
+        work, take, put = follower.feeds._work, follower.index.take, follower.index.put
+        real = follower.feeds.clock
+
+        def ticking() -> float:
+            follower.clock += 0.000_25
+            return real()
+
+        def counted() -> None:
+            handled.append(0)
+            work()
+
+        def taken(shelf: Shelf, names: bytes) -> None:
+            handled[-1] += len(names) // NAME
+            take(shelf, names)
+
+        def stored(shelf: Shelf, names: bytes, blocks: list[int]) -> None:
+            handled[-1] += len(blocks)
+            put(shelf, names, blocks)
+
+        follower.feeds._work, follower.feeds.clock = counted, ticking  # type: ignore[method-assign]
+        follower.index.take, follower.index.put = taken, stored  # type: ignore[method-assign]
+        blocks = 0
+        for number, size in enumerate([300, *[50] * 10, *[1] * 100]):
+            tokens = range(number * 20_000, number * 20_000 + SIZE * size)
+            told = engine.stored(tokens)
+            publisher.tell(told)
+            publisher.tell(*({"type": "BlockRemoved", "block_hashes": [name]} for name in told["block_hashes"]))
+            blocks += 2 * size
+        await follower.until(lambda: sum(handled) == blocks)
+        assert max(handled) <= most
+        assert len(follower.index) == 0
 
 
 async def test_a_fleet_that_comes_and_goes_at_once_is_followed_one_by_one() -> None:

@@ -102,8 +102,8 @@ def test_blocks_are_small_at_first_and_a_quarter_of_what_is_before_them_at_most(
 
 
 def test_chains_are_equal_as_far_as_texts_are() -> None:
-    text = words("a", 9000).encode()
-    for changed in (0, 255, 256, 3000, 8999):
+    text = words("a", 90_000).encode()
+    for changed in (0, 255, 256, 3000, 8999, 32_767, 32_768, 89_999):
         other = text[:changed] + b"#" + text[changed + 1 :]
         one, two = Text("m", [text]).hashes, Text("m", [other]).hashes
         assert one[: full_blocks(changed)] == two[: full_blocks(changed)]
@@ -185,6 +185,16 @@ def test_each_target_is_known_to_have_what_it_was_sent() -> None:
     assert shares[placing.at(0)] == shares[placing.at(1)]
     again = placing.prompt(long).shares()
     assert again[placing.at(1)] > 0.9 > again[placing.at(0)]
+
+
+def test_of_prompts_that_begin_alike_and_are_placed_at_once_each_is_remembered() -> None:
+    """Each is looked up before any is placed: what nobody had then, somebody may have by now."""
+    placing = Placing()
+    one, two, third = (placing.prompt(chat(words("shared", 4000), user)) for user in ("one", "two", "three"))
+    assert [prompt.shares() for prompt in (one, two)] == [{}, {}]
+    for number, prompt in enumerate((one, two, one)):
+        prompt.placed(placing.at(number))
+    assert third.shares().keys() == {placing.at(0), placing.at(1), placing.at(2)}
 
 
 def test_memory_is_bounded_and_what_is_used_stays() -> None:

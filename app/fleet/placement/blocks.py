@@ -8,11 +8,13 @@ that is exact enough for a share of the prompt, and each block costs time, howev
 
 Hashes are XXH3, whose seed is the hash before, and at first one that each process has for itself: nobody outside can
 know which prompts collide. Python's own of bytes would cost 0.3 µs a kB, this one costs a tenth of that. What replicas
-must agree on (`name`) is hashed in a way that they do.
+must agree on (`name`) is hashed in a way that they do. Short blocks are copied out of the text, all in one call: to
+look at each where it stands takes three times as long as that. Long ones would take longer to copy.
 """
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -29,6 +31,10 @@ _OCTAVES = 16
 _SIZES = [LEAST << octave for octave in range(_OCTAVES) for _ in range(_OCTAVE * (1 + (octave == 0)))]
 ENDS = tuple(accumulate(_SIZES))
 """Where blocks end, in bytes from the beginning. What is beyond the last, at 64 MiB, counts for nothing."""
+_COPIED = _OCTAVE * 6
+"""Blocks that are copied to be hashed: those of the first 32 KiB."""
+_copies = [struct.Struct("".join(f"{size}s" for size in _SIZES[:count])).unpack_from for count in range(_COPIED + 1)]
+"""Of a text: as many of its first blocks."""
 _SPANS = tuple(slice(*span) for span in pairwise((0, *ENDS)))
 _NAMED = 4 * LEAST
 """Bytes by which what follows is named."""
@@ -83,8 +89,12 @@ class Text:
     def hashes(self) -> Sequence[int]:
         if self._hashes is None:
             text, before = self.text, hash(self._seed) & _BITS
-            blocks = map(text.__getitem__, _SPANS[: full_blocks(len(text))])
+            count = bisect_right(ENDS, len(text))
+            blocks = _copies[min(count, _COPIED)](text)
             self._hashes = [before := xxh3_64_intdigest(block, before) & _BITS for block in blocks]
+            if count > _COPIED:
+                long = map(text.__getitem__, _SPANS[_COPIED:count])
+                self._hashes += [before := xxh3_64_intdigest(block, before) & _BITS for block in long]
         return self._hashes
 
     def name(self, blocks: int) -> str:

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,24 +23,68 @@ from app.fleet.placement.index import NAME, Index, Shelf, links, root, token_byt
 
 _A_PIECE = 64
 """Blocks after which whoever applies a batch may pause."""
+_HERE = "GPU"
+"""The memory from which engines compute."""
 _MOST_GROUPS = 64
 _MOST_BLOCK = 1 << 16
 _MOST_HASH = (1 << 64) - 1
-_STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
-           "extra_keys", "group_idx")  # fmt: skip
-_REMOVED = ("block_hashes", "medium", "group_idx")
-_decode = msgspec.msgpack.Decoder().decode
 
-Event = Mapping[str, Any]
+
+class Stored(msgspec.Struct, tag_field="type", tag="BlockStored"):
+    """Its fields stand in the order of the array."""
+
+    block_hashes: Any = None
+    parent_block_hash: Any = None
+    token_ids: Any = None
+    block_size: Any = None
+    lora_id: Any = None
+    medium: Any = None
+    lora_name: Any = None
+    extra_keys: Any = None
+    group_idx: Any = None
+
+
+class Removed(msgspec.Struct, tag_field="type", tag="BlockRemoved"):
+    block_hashes: Any = None
+    medium: Any = None
+    group_idx: Any = None
+
+
+class Cleared(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
+    medium: ClassVar[None] = None
+
+
+Event = Stored | Removed | Cleared
+_KINDS: dict[str, type[Event]] = {"BlockStored": Stored, "BlockRemoved": Removed, "AllBlocksCleared": Cleared}
+_EVENTS = frozenset(_KINDS.values())
 
 
 class Batch(msgspec.Struct, frozen=True):
     rank: int | None
     events: Sequence[Any]
+    """Each an event, or what one is said with."""
+
+
+class _Usual(msgspec.Struct, array_like=True):
+    """A batch whose events are all maps of a known type."""
+
+    time: Any
+    events: list[Event]
+    rank: int | None = None
+
+
+_decode_usual = msgspec.msgpack.Decoder(_Usual).decode
+_decode = msgspec.msgpack.Decoder().decode
 
 
 def read(payload: bytes) -> Batch:
     """Raises ValueError."""
+    try:
+        usual = _decode_usual(payload)
+    except msgspec.ValidationError:
+        pass
+    else:
+        return Batch(usual.rank, usual.events)
     said = _decode(payload)  # raises a ValueError
     if not isinstance(said, list) or len(said) < 2 or not isinstance(said[1], list):
         raise ValueError("no batch of events")
@@ -49,15 +94,22 @@ def read(payload: bytes) -> Batch:
     return Batch(rank, said[1])
 
 
-def _event(said: Any) -> tuple[str, Event]:
-    """Its kind, and what it says. Raises ValueError."""
+def _event(said: Any) -> Event:
+    """Raises ValueError."""
     if isinstance(said, dict):
-        return str(said.get("type")), said
+        kind = _kind(said.get("type"))
+        return kind(*map(said.get, kind.__struct_fields__))
     if not isinstance(said, list) or not said:
         raise ValueError("no event")
-    kind, *fields = said
-    names = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(str(kind), ())
-    return str(kind), dict(zip(names, fields, strict=False))
+    kind = _kind(said[0])
+    return kind(*said[1 : 1 + len(kind.__struct_fields__)])
+
+
+def _kind(said: Any) -> type[Event]:
+    kind = _KINDS.get(str(said))
+    if kind is None:
+        raise ValueError(f"the event {str(said)[:40]!r} is not known")
+    return kind
 
 
 class Holdings:
@@ -82,27 +134,29 @@ class Holdings:
     def apply(self, batch: Batch, dead: list[Shelf]) -> Iterator[None]:
         """In pieces of `_A_PIECE` blocks, or events that tell of none; two such pieces at most. Raises ValueError where
         it is not understood: then `forget`. `dead` gets shelves that are."""
-        self._since, gone, events = 0, [], batch.events
-        last = len(events) - 1
-        for number, said in enumerate(events):
-            kind, event = _event(said)
-            elsewhere = kind in ("BlockStored", "BlockRemoved") and _is_elsewhere(event.get("medium"))
-            is_gone = kind == "BlockRemoved" and not elsewhere
-            if is_gone:
+        self._since = 0
+        gone: list[Removed] = []
+        for said in batch.events:
+            event = said if type(said) in _EVENTS else _event(said)
+            if event.medium != _HERE and _is_elsewhere(event.medium):
+                if self._done(1):
+                    yield
+                continue
+            if type(event) is Removed:
                 gone.append(event)  # engines tell of each block by itself, and of many in a row
-            if gone and (not is_gone or number == last or len(gone) >= _A_PIECE):
+                if len(gone) < _A_PIECE:
+                    continue
+            if gone:
                 yield from self._removed(gone)
                 gone = []
-            if is_gone:
-                continue
-            if kind == "AllBlocksCleared":
-                dead += self.forget()
-            elif kind != "BlockStored" and not elsewhere:
-                raise ValueError(f"the event {kind[:40]!r} is not known")
-            elif not elsewhere:
+            if type(event) is Stored:
                 yield from self._stored(event)
-            if self._done(1):
+            elif type(event) is Cleared:
+                dead += self.forget()
+            if type(event) is not Removed and self._done(1):
                 yield
+        if gone:
+            yield from self._removed(gone)
 
     def _done(self, blocks: int) -> bool:
         """So many more; whether that is a piece."""
@@ -112,26 +166,24 @@ class Holdings:
         self._since = 0
         return True
 
-    def _removed(self, events: list[Event]) -> Iterator[None]:
-        by_group: dict[int, list[bytes]] = {}
-        for event in events:
-            names = _names(event)
-            by_group.setdefault(_group(event), []).append(names)
-        for group, several in by_group.items():
-            shelf = self.shelves.get(group)
+    def _removed(self, events: list[Removed]) -> Iterator[None]:
+        groups = {event.group_idx for event in events}
+        for group in groups:
+            names = _names([event.block_hashes for event in events if len(groups) == 1 or event.group_idx == group])
+            shelf = self.shelves.get(_group(group))
             if shelf is None:
                 continue
-            for piece in _pieces(several[0] if len(several) == 1 else b"".join(several)):
+            for piece in _pieces(names):
                 self._index.take(shelf, piece)
                 if self._done(len(piece) // NAME):
                     yield
 
-    def _stored(self, event: Event) -> Iterator[None]:
-        names, size, group = _names(event), event.get("block_size"), _group(event)
+    def _stored(self, event: Stored) -> Iterator[None]:
+        names, size, group = _names([event.block_hashes]), event.block_size, _group(event.group_idx)
         count = len(names) // NAME
         if type(size) is not int or not 0 < size <= _MOST_BLOCK:
             raise ValueError(f"a block has no {size!r} tokens")
-        tokens = event.get("token_ids")
+        tokens = event.token_ids
         if not isinstance(tokens, list) or len(tokens) != size * count:
             raise ValueError("not as many tokens as the blocks have")
         shelf = self.shelves.get(group)
@@ -139,10 +191,8 @@ class Holdings:
             shelf = self.shelves[group] = Shelf(size)
         elif shelf.block_size != size:
             raise ValueError(f"blocks of {size} tokens among those of {shelf.block_size}")
-        adapter = event.get("lora_name")
-        keys = event.get("extra_keys")
-        parent = event.get("parent_block_hash")
-        if (adapter is None) != (event.get("lora_id") is None) or not isinstance(keys, list) or len(keys) != count:
+        adapter, keys, parent = event.lora_name, event.extra_keys, event.parent_block_hash
+        if (adapter is None) != (event.lora_id is None) or not isinstance(keys, list) or len(keys) != count:
             # Which adapter, or which salt or pictures, is not said.
             yield from self._passed_over(shelf, names)
             return
@@ -183,25 +233,26 @@ class Holdings:
 
 def _is_elsewhere(medium: Any) -> bool:
     """Not in the memory from which the engine computes."""
-    return medium not in (None, "GPU") and str(medium).upper() != "GPU"
+    return medium is not None and str(medium).upper() != _HERE
 
 
-def _group(event: Event) -> int:
-    group = event.get("group_idx") or 0
+def _group(said: Any) -> int:
+    group = said or 0
     if type(group) is not int or not 0 <= group < _MOST_GROUPS:
         raise ValueError(f"a group of the cache is no {group!r}")
     return group
 
 
-def _names(event: Event) -> bytes:
-    """What the worker calls its blocks, as shelves have it: its hashes, or eight bytes of each."""
-    hashes = event.get("block_hashes")
-    if isinstance(hashes, list):
-        return _name(hashes[0]) if len(hashes) == 1 else _packed(hashes)
-    raise ValueError("no hashes of blocks")
+def _names(hashes: list[Any]) -> bytes:
+    """What the worker calls the blocks of some events, as shelves have it: its hashes, or eight bytes of each."""
+    if set(map(type, hashes)) != {list}:
+        raise ValueError("no hashes of blocks")
+    return _packed(hashes[0] if len(hashes) == 1 else list(chain.from_iterable(hashes)))
 
 
 def _packed(hashes: list[Any]) -> bytes:
+    if len(hashes) == 1:
+        return _name(hashes[0])
     if set(map(type, hashes)) == {int}:
         try:
             return array("Q", hashes).tobytes()

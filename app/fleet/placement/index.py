@@ -19,11 +19,15 @@ Hashes have 60 bits, which Python has in 32 bytes. Of a million blocks two are e
 
 from __future__ import annotations
 
+import functools
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+
+from xxhash import xxh3_64_intdigest
 
 _BITS = (1 << 60) - 1
+_SECRET = "a text, whose hash each process has for itself"
 _TABLES = 16
 _ROUTES = 255
 _BUCKETS = 2047
@@ -31,7 +35,6 @@ _BUCKETS = 2047
 NAME = 8
 """Bytes of what a worker calls a block."""
 _RECORD = 2 * NAME
-_each_name = struct.Struct(f"{NAME}s").iter_unpack
 _record = struct.Struct(f"={NAME}sQ").pack
 _ours = struct.Struct("=Q").unpack_from
 _low = struct.Struct("=H").unpack_from
@@ -51,16 +54,20 @@ def token_bytes(tokens: Iterable[int]) -> bytes:
 
 def root(block_size: int, adapter: str, salt: str) -> int:
     """What the first block of a chain follows on. Blocks of other sizes, adapters or salts are never equal."""
-    return hash((block_size, adapter, salt)) & _BITS
+    return hash((_SECRET, block_size, adapter, salt)) & _BITS
 
 
 def links(before: int, tokens: bytes, block_size: int) -> list[int]:
     """The hashes of the full blocks of `tokens` (`token_bytes`), which follow on `before`."""
     width = 4 * block_size
-    if len(tokens) == width:
-        return [hash((before, tokens)) & _BITS]
-    blocks = struct.iter_unpack(f"{width}s", tokens[: len(tokens) // width * width])
-    return [before := hash((before, block)) & _BITS for (block,) in blocks]
+    blocks = _cuts(width, len(tokens) // width)(tokens)
+    return [before := xxh3_64_intdigest(block, before) & _BITS for block in blocks]
+
+
+@functools.lru_cache(1024)
+def _cuts(width: int, count: int) -> Callable[[bytes | array[int]], tuple[bytes, ...]]:
+    """Into so many pieces of so many bytes: all in one call."""
+    return struct.Struct(f"{width}s" * count).unpack_from
 
 
 def chained(before: int, tokens: bytes, block_size: int) -> Iterator[int]:
@@ -106,7 +113,18 @@ def _each(names: bytes) -> Iterable[tuple[int, bytes]]:
     """Each name, and before it the bits of it that say in which bucket it is, with some more."""
     if len(names) == NAME:  # most events are of one block, or of very many
         return ((_low(names)[0], names),)
-    return zip(array("H", names)[:: NAME // 2], [name for (name,) in _each_name(names)])  # noqa: B905
+    return zip(array("H", names)[:: NAME // 2], _cuts(NAME, len(names) // NAME)(names))  # noqa: B905
+
+
+def _records(names: bytes, blocks: list[int]) -> Iterable[tuple[int, bytes, bytes, int]]:
+    """As `_each`; and a block's record, and our hash of it."""
+    count = len(blocks)
+    if count == 1:
+        return ((_low(names)[0], names, _record(names, blocks[0]), blocks[0]),)
+    records = array("Q", bytes(2 * len(names)))
+    records[::2], records[1::2] = array("Q", names), array("Q", blocks)
+    lows = array("H", names)[:: NAME // 2]
+    return zip(lows, _cuts(NAME, count)(names), _cuts(_RECORD, count)(records), blocks)  # noqa: B905 (it costs)
 
 
 def _blocks(bucket: bytearray) -> array[int]:
@@ -142,15 +160,15 @@ class Index:
         """They are on a shelf, each by its name. What was there under the same names is no more."""
         buckets, tables, alone = shelf.buckets, self._tables, shelf.mask or self._enlist(shelf)
         before = after = alone
-        for (low, name), block in zip(_each(names), blocks):  # noqa: B905 (strict costs more than the call)
+        for low, name, record, block in _records(names, blocks):
             bucket = buckets[low & _BUCKETS]
             at = bucket.find(name)
             if at < 0 or (at := _place(bucket, name, at)) < 0:
-                bucket += _record(name, block)
+                bucket += record
             else:
                 (other,) = _ours(bucket, at + NAME)
                 if other != block:
-                    bucket[at : at + _RECORD] = _record(name, block)
+                    bucket[at : at + _RECORD] = record
                     self._take(shelf, (other,))
             table = tables[block & _ROUTES]
             holders = table.setdefault(block, alone)

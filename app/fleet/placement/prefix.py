@@ -45,6 +45,8 @@ class Prefixes:
         self._generations: list[dict[int, int]] = [{}]
         """The youngest first. A block is in one of them, and what is before it in a prompt is in the same one or in a
         younger: it was used whenever that was. So whoever has a block has what is before it."""
+        self._unknown: Sequence[int] | None = None
+        """A prompt that nobody had any of when it was looked for; and nothing was noted since."""
 
     def __len__(self) -> int:
         """Blocks that are known."""
@@ -56,7 +58,11 @@ class Prefixes:
             return None
         salt = said.get(SALT, b"")
         seed = f"{model}\0{bytes(salt).decode('utf-8', 'replace')}" if salt else model
-        return self.prompt_of(Text(seed, [said[name] for name in RENDERED if name in said]))
+        parts = []
+        for name in RENDERED:
+            if name in said:
+                parts.append(said[name])  # noqa: PERF401 (of one, a comprehension's own call is the most)
+        return Prompt(self, self._metrics, Text(seed, parts))
 
     def prompt_of(self, text: Chained) -> Prompt:
         return Prompt(self, self._metrics, text)
@@ -64,10 +70,17 @@ class Prefixes:
     def find(self, hashes: Sequence[int]) -> dict[Target, int]:
         """How many of a prompt's blocks each target had, of those that had any."""
         known: list[int] = []
-        for generation in self._generations:
-            if len(known) < len(hashes) and hashes[len(known)] in generation:
-                known += takewhile(bool, map(generation.get, hashes[len(known) :]))  # type: ignore[arg-type]
         found: dict[Target, int] = {}
+        if not hashes:
+            return found
+        after = hashes[0]
+        for generation in self._generations:
+            if after in generation:
+                known += takewhile(bool, map(generation.get, hashes[len(known) :]))  # type: ignore[arg-type]
+                if len(known) == len(hashes):
+                    break
+                after = hashes[len(known)]
+        self._unknown = None if known else hashes
         end, seen = len(known), 0
         while end:
             holders = known[end - 1]
@@ -89,7 +102,8 @@ class Prefixes:
             return
         alone = self._bits.get(target.cache) or self._enlist(target.cache)
         youngest = self._generations[0]
-        if youngest.get(hashes[-1], 0) & alone:
+        unknown, self._unknown = self._unknown is hashes, None
+        if not unknown and youngest.get(hashes[-1], 0) & alone:
             return  # and so are all before it
         at = known if known and youngest.get(hashes[known - 1], 0) & alone else 0
         if len(youngest) >= self._most:
@@ -99,7 +113,7 @@ class Prefixes:
             self._begun += 1
             self._leave_lost()
         before, after, lasting = 0, alone, self._lasting
-        for generation in self._generations:
+        for generation in () if unknown else self._generations:
             begin = at
             while at < len(hashes) and (holders := generation.get(hashes[at])) is not None:
                 if holders is not before:
@@ -112,7 +126,8 @@ class Prefixes:
             if generation is not youngest:
                 for block in hashes[begin:at]:
                     generation.pop(block, None)
-        youngest.update(dict.fromkeys(hashes[at:], alone))
+        for block in hashes[at:]:
+            youngest[block] = alone
 
     def _enlist(self, cache: Cache) -> int:
         """It gets a bit, until no block can have it any more."""
@@ -160,8 +175,10 @@ class Prompt:
         return False
 
     def shares(self) -> Mapping[Target, float]:
-        size = self._text.size
         self._found = found = self._table.find(self._text.hashes)
+        if not found:
+            return {}
+        size = self._text.size
         return {target: ENDS[blocks - 1] / size for target, blocks in found.items()}
 
     def name(self, beyond: float) -> str:

@@ -53,12 +53,12 @@ smoke smoke-lowest: $(READY)
 test-browser: $(READY)
 	$(BIN)/python -m pytest --timeout 400 -o faulthandler_timeout=500 tests/browser/test_page.py
 
-# Each library in an environment of its own below .bench/clients/, see CONTRIBUTING.md. At most this many seconds for
-# installing, and again for running:
-CLIENTS_SECONDS ?= 1800
+# Each library in an environment of its own below .bench/clients/, see CONTRIBUTING.md; `SMALL=1` without vLLM. At most
+# this many seconds for installing, and again for running:
+CLIENTS_SECONDS ?= 3600
 
 test-clients: $(READY)
-	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install
+	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m tests.clients.install $(if $(SMALL),,--all)
 	@timeout -s INT -k 60 $(CLIENTS_SECONDS) $(BIN)/python -m pytest --timeout 500 -o faulthandler_timeout=0 tests/clients/test_python.py \
 		tests/clients/test_node.py tests/clients/test_vllm.py tests/clients/test_vllm_kv.py tests/clients/test_vllm_phases.py
 

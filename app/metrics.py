@@ -138,8 +138,8 @@ class Histogram:
             """The cell of one without labels."""
         self._fresh: list[float] = []
         """Observed by one without labels, and not in its cell yet."""
-        self._row: list[list[float]] = []
-        """The cells of `observe_each`, once that was called."""
+        self._rows: list[tuple[float, ...]] = []
+        """Observed by `observe_each`, and not in their cells yet."""
 
     def _cell(self, labels: Labels) -> list[float]:
         cell = self._cells[labels] = [*[0] * (len(self.bounds) + 1), 0.0]
@@ -154,9 +154,18 @@ class Histogram:
 
     def _sort_in(self) -> None:
         """What was observed goes into its buckets: for many at once that costs a small part of finding each one's."""
-        fresh, self._fresh = self._fresh, []
+        if self._fresh:
+            fresh, self._fresh = self._fresh, []
+            self._sort(fresh, self._own)
+        if self._rows:
+            rows, self._rows = self._rows, []
+            (names,) = self.labels.values()
+            for name, column in zip(names, zip(*rows, strict=True), strict=True):
+                self._sort(list(column), self._cells.get((name,)) or self._cell((name,)))
+
+    def _sort(self, fresh: list[float], cell: list[float]) -> None:
         fresh.sort()
-        cell, before = self._own, 0
+        before = 0
         for at, bound in enumerate(self.bounds):
             upto = bisect_right(fresh, bound, before)
             cell[at] += upto - before
@@ -169,23 +178,16 @@ class Histogram:
         cell[bisect_left(self.bounds, value)] += 1
         cell[-1] += value
 
-    def observe_each(self, values: Iterable[float]) -> None:
+    def observe_each(self, values: tuple[float, ...]) -> None:
         """Of one with a label whose values are known: something under each of them, in their order."""
-        if not self._row:
-            (names,) = self.labels.values()
-            self._row = [self._cell((name,)) for name in names]
-        bounds = self.bounds
-        for cell, value in zip(self._row, values):  # noqa: B905 (as long as each other; to have it checked costs)
-            if value:
-                cell[bisect_left(bounds, value)] += 1
-                cell[-1] += value
-            else:
-                cell[0] += 1
+        rows = self._rows
+        rows.append(values)
+        if len(rows) >= _AT_ONCE:
+            self._sort_in()
 
     def counts(self, of: Callable[[Labels], bool] = lambda labels: True) -> list[int]:
         """How many were observed in each bucket, of the cells whose labels are meant."""
-        if self._fresh:
-            self._sort_in()
+        self._sort_in()
         cells = [cell[:-1] for labels, cell in self._cells.items() if of(labels)]
         if len(cells) == 1:
             return list(map(int, cells[0]))
@@ -193,17 +195,15 @@ class Histogram:
 
     def forget(self) -> None:
         self._cells.clear()
-        self._row.clear()
+        self._rows.clear()
 
     def adopt(self, labels: Labels, other: Histogram) -> None:
         """Show what `other`, which has the same bounds and no labels, has observed under `labels`."""
-        if other._fresh:
-            other._sort_in()
+        other._sort_in()
         self._cells[labels] = other._own
 
     def family(self) -> Family:
-        if self._fresh:
-            self._sort_in()
+        self._sort_in()
         cells = [(labels, list(cell)) for labels, cell in self._cells.items()]
         return Family(self.name, "histogram", self.text, tuple(self.labels), cells, tuple(map(float, self.bounds)))
 

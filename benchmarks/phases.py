@@ -5,7 +5,9 @@ do or as SGLang's; and for what a turn costs that is not split (`whole`), two th
 replicas, which turns reach alternately. Clients are agents that each have a few turns. Who served which turn, and what
 of its prompt was cached there, is read from the workers' own records. What a turn costs is measured behind that, with a
 few clients that each have a session and one turn after the other. Then the agents once more, and amid them a worker of
-each phase is killed. Peers are taken from where `make bench-peers` puts them; those that are not there are left out.
+each phase is killed. What a turn of ours costs is measured last, with all its kinds standing at once and in turns of
+many short rounds, for a machine is not as fast in one minute as in the next: the figures are medians. Peers are taken
+from where `make bench-peers` puts them; those that are not there are left out.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 from urllib.request import ProxyHandler, build_opener
 
@@ -50,6 +53,8 @@ _AGENTS = traces.Agents(
 _BLOCK = 16
 _WORKER = ("--ttft-ms", "25", "--itl-ms", "4", "--history", "100000", "--kv-lease-s", "600")
 _COST_CLIENTS, _COST_TURNS = 8, 60
+_ROUNDS, _ROUND_TURNS = 24, 10
+"""Of each kind of ours, and in each of them the turns of a client."""
 _COST_LIMIT_S = 120.0
 _IDLE_S = 3.0
 _SETTLE_S = 8.0
@@ -153,6 +158,8 @@ class Result:
     """Failed turns of the same, while workers were killed."""
     after: int
     """Turns that were served in that time."""
+    times: float = 0.0
+    """The cost as a multiple of that of a whole turn of the same router, where the two were measured in turns."""
 
 
 def compare(seconds: float, seed: int, only: Sequence[str]) -> Table:
@@ -166,45 +173,77 @@ def compare(seconds: float, seed: int, only: Sequence[str]) -> Table:
             print(f"{rule.name} …", file=sys.stderr, flush=True)
             results.append(asyncio.run(_measure(rule, seconds, seed)))
             _tell(results[-1])
+    ours = [each.rule for each in results if each.rule.command is _coatcheck]
+    if ours and ours[0].kind == "whole":
+        print("coatcheck, in turns …", file=sys.stderr, flush=True)
+        cost = asyncio.run(_interleaved(ours))
+        results = [
+            replace(each, cost_s=cost[each.rule.name][0], times=cost[each.rule.name][1])
+            if each.rule.name in cost
+            else each
+            for each in results
+        ]
     return _table(results, seconds)
 
 
 async def _measure(rule: Rule, seconds: float, seed: int) -> Result:
-    calm = await _play(rule, seconds, seed, kill=False)
-    rough = await _play(rule, seconds, seed, kill=True)
-    troubles = figures(rough[0], [])
-    return Result(rule, *calm, broken=troubles.failed, after=troubles.turns)
-
-
-async def _play(
-    rule: Rule, seconds: float, seed: int, *, kill: bool
-) -> tuple[Sequence[Served], float, float, int, int]:
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coatcheck-bench-")))
-        children = stack.enter_context(Children(folder))
-        workers = _workers(rule.kind)
-        started = [children.start_module("mocker", *_mock(each, rule.kind)) for each in workers]
-        for child, each in zip(started, workers, strict=True):
-            wait_listening(child, each.port)
-        replicas = _replicas(rule, workers, children, (folder / "claims").as_uri())
+        started, workers, replicas = _stand(rule, stack)
         await asyncio.sleep(_SETTLE_S)
-        load = Load(
-            traces.agents(_agents(seed), _BLOCK),
-            InTurn([address for _, address in replicas]),
-            seconds=seconds,
-            seed=seed,
-            block_size=_BLOCK,
-            headers=rule.headers,
-            members=_members,
-        )
-        if kill:
-            killing = asyncio.create_task(_kill(started, workers, seconds / 3))
-            await load.run()
-            await killing
-            return load.served, 0.0, 0.0, 0, 0
-        await load.run()
+        calm = _load(rule, replicas, seconds, seed)
+        await calm.run()
         found = _found(workers)
-        return load.served, await _cost(rule, replicas), *found
+        cost_s = await _cost(rule, replicas)
+        rough = _load(rule, replicas, seconds, seed + 1)
+        killing = asyncio.create_task(_kill(started, workers, seconds / 3))
+        await rough.run()
+        await killing
+        troubles = figures(rough.served, [])
+        return Result(rule, calm.served, cost_s, *found, broken=troubles.failed, after=troubles.turns)
+
+
+def _stand(rule: Rule, stack: contextlib.ExitStack) -> tuple[list[Child], list[Worker], list[tuple[Child, Address]]]:
+    """Workers and replicas, as long as the stack stands: the workers' processes, where they are, and the replicas."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coatcheck-bench-")))
+    children = stack.enter_context(Children(folder))
+    workers = _workers(rule.kind)
+    started = [children.start_module("mocker", *_mock(each, rule.kind)) for each in workers]
+    for child, each in zip(started, workers, strict=True):
+        wait_listening(child, each.port)
+    return started, workers, _replicas(rule, workers, children, (folder / "claims").as_uri())
+
+
+def _load(rule: Rule, replicas: Sequence[tuple[Child, Address]], seconds: float, seed: int) -> Load:
+    return Load(
+        traces.agents(_agents(seed), _BLOCK),
+        InTurn([address for _, address in replicas]),
+        seconds=seconds,
+        seed=seed,
+        block_size=_BLOCK,
+        headers=rule.headers,
+        members=_members,
+    )
+
+
+async def _interleaved(chosen: Sequence[Rule]) -> dict[str, tuple[float, float]]:
+    """By name, the seconds of CPU for a turn of a known session, and that as a multiple of the first one's: medians
+    over rounds, in each of which all have their turns, one after the other."""
+    with contextlib.ExitStack() as stack:
+        standing = [(rule, _stand(rule, stack)[2]) for rule in chosen]
+        await asyncio.sleep(_SETTLE_S)
+        spent: dict[str, list[float]] = {rule.name: [] for rule in chosen}
+        for rule, replicas in standing:
+            await _converse(rule, replicas, 3 * _ROUND_TURNS)
+        for number in range(_ROUNDS):
+            for rule, replicas in standing if number % 2 else reversed(standing):
+                before = _cpu(replicas)
+                await _converse(rule, replicas, _ROUND_TURNS)
+                spent[rule.name].append(_cpu(replicas).since(before) / (_COST_CLIENTS * _ROUND_TURNS))
+    first = spent[chosen[0].name]
+    return {
+        name: (median(each), median(own / whole for own, whole in zip(each, first, strict=True)))
+        for name, each in spent.items()
+    }
 
 
 async def _cost(rule: Rule, replicas: Sequence[tuple[Child, Address]]) -> float:
@@ -338,7 +377,7 @@ def _row(each: Result, whole_s: float | None) -> list[str]:
         f"{each.broken} of {each.after + each.broken:,}",
         f"{each.stranded}",
         f"{1e6 * turn_s:,.0f}",
-        "–" if whole_s is None or each.rule.kind == "whole" else f"{turn_s / whole_s:.2f}",
+        "–" if whole_s is None or each.rule.kind == "whole" else f"{each.times or turn_s / whole_s:.2f}",
     ]
 
 
@@ -359,7 +398,8 @@ def _table(results: Sequence[Result], seconds: float) -> Table:
             "× its own whole turn",
         ),
         [_row(each, whole.get(each.rule.name.partition(",")[0])) for each in results],
-        f"{seconds:g} s of agents each, and again with kills; {_EACH} workers of each phase, two replicas.",
+        f"{seconds:g} s of agents each, and again with kills; {_EACH} workers of each phase, two replicas. The cost of"
+        f" ours: medians of {_ROUNDS} rounds in turns.",
     )
 
 
@@ -371,7 +411,7 @@ def main() -> None:
     args = parser.parse_args()
     end_on_sigterm()
     print(machine(), end="\n\n")
-    print(compare(8.0 if args.quick else 40.0, args.seed, args.only).markdown())
+    print(compare(5.0 if args.quick else 10.0, args.seed, args.only).markdown())
 
 
 if __name__ == "__main__":

@@ -346,6 +346,17 @@ class Affinity:
     def size(self) -> int:
         return len(self._entries)
 
+    def used(self, key: str) -> Target | None:
+        """Where a session is that was served here by its claim, for who works there without being a turn of it; None
+        when what is known here does not do. Its claim lives on as by a turn."""
+        now = self._clock()
+        entry = self._entries.used(key, now)
+        if entry is None:
+            return None
+        if now >= entry.renew_at:
+            self._renewer.soon(entry)
+        return entry.target
+
     @property
     def active_turns(self) -> int:
         return sum(entry.active for entry in self._entries.active.values())

@@ -159,6 +159,17 @@ class Entries:
         entry.active += 1
         return entry
 
+    def used(self, key: str, now: float) -> Entry | None:
+        """A session that was served here by its claim, as is known here, for who is no turn of it, and leaves nothing;
+        None when that does not do."""
+        entry = self._table.get(key)
+        if entry is None or not entry.served or entry.trial or entry.closing or entry.claim is None:
+            return None
+        if not self.proven(entry, now):
+            return None
+        self._table.move_to_end(key)
+        return entry
+
     def enter(self, entry: Entry) -> None:
         """One more turn of this very entry, proven or not. To be given to `leave`."""
         if not entry.active:

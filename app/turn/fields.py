@@ -251,7 +251,7 @@ def with_member(body: bytes, name: str, value: bytes) -> bytes:
     """`body`, which is `{}`, or in which `members` has found some, with one more behind them, and every other byte as
     it was."""
     end = body.rindex(b"}")
-    return b'%b%b"%b":%b%b' % (body[:end], b"" if body == b"{}" else b",", name.encode(), value, body[end:])
+    return b"".join((memoryview(body)[:end], b'"' if body == b"{}" else b',"', name.encode(), b'":', value, body[end:]))
 
 
 def strict_members(body: bytes) -> dict[str, msgspec.Raw] | None:

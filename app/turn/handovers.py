@@ -46,9 +46,9 @@ _NO_TEXT = msgspec.Raw(b'""')
 _FALSE = msgspec.Raw(b"false")
 _OF_THE_PROMPT = ("best_of", "use_beam_search", "prompt_embeds", "prompt_logprobs", "echo")
 _HARMLESS = frozenset({_NULL, b"false", b"1"})
-_TELLING = frozenset({"n", TRANSFER, "prompt", *_OF_THE_PROMPT})
-"""Members that may say that it cannot be split."""
 _NOT_OF_THE_PROMPT = ("stream_options", "min_tokens")
+_TELLING = frozenset({"n", TRANSFER, "prompt", *_OF_THE_PROMPT, *_NOT_OF_THE_PROMPT, "max_completion_tokens"})
+"""Members that may say that it cannot be split, or split in another way than most."""
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -132,16 +132,16 @@ def split(
 def _parts(said: dict[str, msgspec.Raw]) -> Parts | None:
     """None: it has several prompts or asks for several answers, wants to know of its prompt's tokens, or is split by
     somebody in front of us."""
-    if not _TELLING.isdisjoint(said) and not _is_plain(said):
-        return None
-    for name in _NOT_OF_THE_PROMPT:
-        said.pop(name, None)
-    if "max_completion_tokens" in said:
-        said["max_completion_tokens"] = _ONE
-        if "max_tokens" in said:
-            said["max_tokens"] = _ONE
-    else:
-        said["max_tokens"] = _ONE
+    limits = "max_tokens"
+    if not _TELLING.isdisjoint(said):
+        if not _is_plain(said):
+            return None
+        for name in _NOT_OF_THE_PROMPT:
+            said.pop(name, None)
+        if "max_completion_tokens" in said:
+            said["max_completion_tokens"] = _ONE
+            limits = "max_tokens" if "max_tokens" in said else "max_completion_tokens"
+    said[limits] = _ONE
     said["stream"] = _FALSE
     said[TRANSFER] = _ASKED
     return Parts(_encode(said), said)
@@ -190,19 +190,24 @@ def _host(url: str) -> bytes:
 
 def handover_in(answer: bytes) -> bytes:
     """As the prefill worker says it. Raises NoHandover."""
-    try:
-        found = bytes(_decode_prefilled(answer).kv_transfer_params)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NoHandover("malformed") from error
-    if found == _NULL:
-        raise NoHandover("missing")
+    found = answer[answer.rfind(_SAYS_IT) + len(_SAYS_IT) : -1]  # vLLM says it last
     try:
         said = _decode_blocks(found)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise NoHandover("malformed") from error
+    except (msgspec.DecodeError, RecursionError):
+        try:
+            found = bytes(_decode_prefilled(answer).kv_transfer_params)
+            if found == _NULL:
+                raise NoHandover("missing")
+            said = _decode_blocks(found)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise NoHandover("malformed") from error
     if not (said.do_remote_prefill and _some(said.remote_block_ids) and said.remote_engine_id and said.remote_host):
         raise NoHandover("malformed")
     return found
+
+
+_SAYS_IT = b'"kv_transfer_params":'
+"""In no string, for there the last quote would have a backslash before it."""
 
 
 _some = re.compile(rb"\[\s*[^\s\]]").match

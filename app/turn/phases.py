@@ -25,14 +25,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
-from app.errors import TurnError
+from app.errors import ClientDisconnected, TurnError
 from app.fleet.placement.foresight import Foreseen
 from app.http.inplace import Wake
+from app.http.response import Response
 from app.http.worker import (
     AttemptFailed,
     AttemptTimeout,
@@ -43,11 +44,12 @@ from app.http.worker import (
 )
 from app.sessions.spread import Hold
 from app.turn.access import Told
-from app.turn.handovers import Halves, Parts, can_be_split, split
+from app.turn.handovers import can_be_split, split
 from app.turn.prompts import PrefillFailed, PromptTurn, Relayed
 from app.turn.retry import Next, blame, error_of, is_gone, is_silent
 from app.turn.routing import Decision
 from app.turn.slots import Slots
+from app.turn.turn import Turn
 
 _FREED_WITHIN = 5.0
 """Seconds that a worker has to begin to answer a request whose client has left, before it is cut off."""
@@ -55,12 +57,10 @@ _ENOUGH = 64
 """Bytes that tell whether an event is an error."""
 _MOST_OPENING = 8192
 """Bytes after which what has no end is no event that opens a stream."""
-_opening = re.compile(
-    rb'(?:event:[ ]?message_start\b|data:[^\r\n]*"delta":\s?\{\s?"role":\s?"assistant",\s?"content":\s?""[,}])[^\r\n]*+'
-    rb"(?:\r?\n[^\r\n]++)*+\r?\n\r?\n"
-).match
-"""An event that says nothing yet: vLLM sends it with what comes next, be that an error."""
-_may_open = re.compile(rb"(?:data|event):").match
+_event = re.compile(rb"(?:data|event):").match
+_end_of_event = re.compile(rb"\n\r?\n").search
+_message_start = re.compile(rb"event: ?message_start\b").match
+_no_content = re.compile(rb'"delta":\s?\{\s?"role":\s?"assistant",\s?"content":\s?""[,}]').match
 _is_error = re.compile(rb'\s*(?:event:\s*error\s|data:\s*\{\s*"error"\s*:)').match
 """In the words of either API."""
 _NOT_BEGUN = frozenset({400, 404, 413, 415, 422})
@@ -86,28 +86,39 @@ class HandoverLost(Exception):
 
 def spoken(text: bytes) -> bytes:
     """Of the beginning of an answer, what stands behind the event that opens a stream, if one does; nothing, as long as
-    that is not whole."""
-    opening = _opening(text)
-    if opening is not None:
-        return text[opening.end() :]
-    whole = b"\n\n" in text or b"\r\n\r\n" in text or len(text) >= _MOST_OPENING
-    return text if whole or _may_open(text) is None else b""
+    that is not whole. Such an event says nothing yet: vLLM sends it with what comes next, be that an error."""
+    if text.startswith(b"{") or _event(text) is None:
+        return text
+    end = _end_of_event(text)
+    if end is None:
+        return text if len(text) >= _MOST_OPENING else b""
+    return text[end.end() :] if _opens(text) else text
+
+
+def _opens(text: bytes) -> bool:
+    if _message_start(text) is not None:
+        return True
+    delta = text.find(b'"delta":', 0, _MOST_OPENING)
+    return delta >= 0 and _no_content(text, delta) is not None and text.find(b"\n", 0, delta) < 0
 
 
 class First:
     """Takes the beginning of an answer (`Sink`), and gives it back to whoever relays it."""
 
+    __slots__ = ("came", "failure", "said", "text")
+
     def __init__(self) -> None:
-        self.pieces: list[bytes] = []
+        self.text = self.said = b""
+        """What has come, and as `spoken`."""
         self.came = Wake()
         self.failure: AttemptFailed | None = None
-        self._size = 0
 
     def on_data(self, data: bytes, end: bool) -> None:
-        self.pieces.append(data)
-        self._size += len(data)
-        if end or (self._size >= _ENOUGH and len(spoken(b"".join(self.pieces))) >= _ENOUGH):
-            self.came.set()
+        self.text = text = self.text + data if self.text else data
+        if end or len(text) >= _ENOUGH:
+            self.said = said = spoken(text)
+            if end or len(said) >= _ENOUGH:
+                self.came.set()
 
     def on_chunk(self, frame: bytes, start: int) -> None:
         self.on_data(frame[start:-2], False)
@@ -127,24 +138,30 @@ class PhasedTurn(PromptTurn):
     # -- the turn's steps
 
     def _heed(self) -> None:
-        super()._heed()
+        Turn._heed(self)
         if self._request.may_hint:
             self._prefill_hint = self._phases.prefills.hint(self._request, self._exchange)
 
     def _goes_on(self) -> bool:
-        return False  # `_route` has more to decide
+        if not Turn._goes_on(self):
+            return False
+        decision = self._decision
+        assert decision is not None
+        return decision.target.worker.phase != "prefill" and not self._is_split(decision)
 
-    async def _route(self) -> None:
-        if not super()._goes_on():
+    def _route(self) -> Coroutine[Any, Any, None]:
+        return self._route_anew() if self._parts is None else self._compute_prompt(self._parts)
+
+    async def _route_anew(self) -> None:
+        if self._decision is None:
             await super()._route()
         decision = self._decision
         assert decision is not None
         if decision.target.worker.phase == "prefill" and self._binding is not None:
             decision = await self._leave_prefill_worker(self._binding)
-        self._parts = parts = self._parts_of_it(decision)
-        if parts is not None:
-            self._whole = self._request.body
-            await self._compute_prompt()
+        if self._is_split(decision):
+            assert self._parts is not None
+            await self._compute_prompt(self._parts)
 
     async def _leave_prefill_worker(self, binding: Hold) -> Decision:
         """The claim names a worker that took whole turns when it was made, and only prefills now."""
@@ -153,23 +170,28 @@ class PhasedTurn(PromptTurn):
         self._go(decision)
         return decision
 
-    def _parts_of_it(self, decision: Decision) -> Parts | Halves | None:
-        """None: the turn goes whole to its decode target, and that is counted."""
-        request, exchange, worker, parts = self._request, self._exchange, decision.target.worker, None
+    def _is_split(self, decision: Decision) -> bool:
+        """False: the turn goes whole to its decode target, and that is counted."""
+        request, exchange, shared, parts = self._request, self._exchange, self._shared, None
+        worker, phases = decision.target.worker, shared.phases
+        assert phases is not None
         if worker.phase != "decode":
             how = "one_worker"
         elif exchange.method != b"POST" or not can_be_split(exchange.raw_path, worker.handover):
             how = "path"
-        elif self._phases.prefills.least_new and self._is_little(decision):
+        elif phases.prefills.least_new and self._is_little(decision):
             how = "little_new"
         else:
             self._speaks = worker.handover
             parts = None if request.once or not request.body else split(request.body, worker.handover, request.members)
             how = "body" if parts is None else "two_phases"
-        self._shared.metrics.phase_turns.cells[how,] += 1
-        if parts is None and self._prefill_hint is not None:
-            self._shared.metrics.hints_ignored.inc("prefill")
-        return parts
+        shared.metrics.phase_turns.cells[how,] += 1
+        if parts is None:
+            if self._prefill_hint is not None:
+                shared.metrics.hints_ignored.inc("prefill")
+            return False
+        self._parts, self._whole = parts, request.body
+        return True
 
     def _is_little(self, decision: Decision) -> bool:
         """Whether little of the prompt is new where the session was served last, and a whole turn is taken there."""
@@ -189,7 +211,7 @@ class PhasedTurn(PromptTurn):
         try:
             while True:
                 try:
-                    await super()._try_until_answered()
+                    await Turn._try_until_answered(self)
                     return
                 except (HandoverLost, PrefillFailed, TurnError) as fault:
                     await self._start_over(self._may_start_over(fault))
@@ -261,40 +283,61 @@ class PhasedTurn(PromptTurn):
             self._go(Decision(other.target, "bypassed", other.because))
         return True
 
-    async def _relay(self, connection: WorkerConnection) -> None:
-        if self._handover is not None or self._meeting is not None:
-            await self._await_first(connection)
-        rest = super()._relay(connection)
+    def _relay(self, connection: WorkerConnection) -> Coroutine[Any, Any, None] | None:
+        response = connection.response
+        if self._handover is None and self._meeting is None:
+            rest = Turn._relay(self, connection)  # not `super()`: see `SplitRequest`
+        elif response.complete or response.status >= 300:
+            text = b"".join(response.pieces)
+            self._begins(response, text, spoken(text), None)
+            rest = Turn._relay(self, connection)
+        else:
+            rest = self._relay_from_first(connection)
+        if rest is not None:
+            return self._relay_rest(rest)
+        self._note_seen()
+        return None
+
+    async def _relay_rest(self, rest: Coroutine[Any, Any, None]) -> None:
+        await rest
+        self._note_seen()
+
+    async def _relay_from_first(self, connection: WorkerConnection) -> None:
+        """Look at the beginning of the answer to a request with a hand-over, before anything is passed on of it."""
+        first = First()
+        connection.relay(first)
+        await first.came
+        response, text = connection.response, first.text
+        response.pieces.insert(0, text)
+        self._begins(response, text, first.said or spoken(text), first.failure)
+        rest = Turn._relay(self, connection)
         if rest is not None:
             await rest
-        binding, attempt = self._binding, self._attempt
-        if (
-            binding is not None
-            and attempt is not None
-            and attempt.target is binding.target
-            and self._status < 300
-            and can_be_split(self._exchange.raw_path, attempt.target.worker.handover)
-        ):
-            binding.saw(len(self._whole or self._request.body))
 
-    async def _await_first(self, connection: WorkerConnection) -> None:
-        """Wait for the beginning of an answer to a request with a hand-over. Raises HandoverLost, PrefillFailed where
-        the turn can begin anew."""
-        response, attempt, failure = connection.response, self._attempt, None
+    def _note_seen(self) -> None:
+        """How much of the session its target has seen."""
+        binding, attempt, body = self._binding, self._attempt, self._whole
+        if binding is None or attempt is None or attempt.target is not binding.target or self._status >= 300:
+            return
+        if body:
+            binding.saw(len(body))
+        elif can_be_split(self._exchange.raw_path, attempt.target.worker.handover):
+            binding.saw(len(self._request.body))
+
+    def _begins(self, response: Response, text: bytes, said: bytes, failure: AttemptFailed | None) -> None:
+        """An answer to a request with a hand-over: `text` is its beginning, and that as `spoken`. Raises HandoverLost,
+        PrefillFailed where the turn can begin anew."""
+        attempt, status = self._attempt, response.status
         assert attempt is not None
-        status = response.status
-        if status < 300 and not response.complete:
-            first = First()
-            connection.relay(first)
-            await first.came
-            failure = first.failure
-            response.pieces[:0] = first.pieces
-        self._presence.raise_if_gone()
+        if self._presence.gone:
+            raise ClientDisconnected
         if attempt.upload_fault is not None:
             raise attempt.upload_fault
         self._first = True
-        text = b"".join(response.pieces)
-        said = spoken(text) or (text if response.complete else b"")
+        if status < 300 and failure is None and said.startswith(b"{") and self._doubted is None:
+            return  # as most do that are no streams
+        if not said and response.complete:
+            said = text
         refused = status == 500 or (status < 300 and _is_error(said) is not None)
         if refused:
             self._shared.metrics.handover_failures.inc("refused")
@@ -302,7 +345,7 @@ class PhasedTurn(PromptTurn):
             if failure is not None:
                 blame(attempt.target.worker.health, failure)
             raise HandoverLost(failure)
-        if self._doubted is not None and failure is None and status < 300 and not refused:
+        if failure is None and status < 300 and not refused:
             self._clear(attempt.target.worker)
         if status in _NOT_BEGUN:
             self._request.undelivered = True  # nothing was fetched: it is released in the end
@@ -347,7 +390,10 @@ class PhasedTurn(PromptTurn):
                 self._request.body = self._whole
                 return
         if not self._request.undelivered:
-            await self._compute_prompt()
+            if self._handover is not None or self._meeting is not None:
+                self._let_go()
+            self._first = False
+            await self._compute_prompt(self._parts)
             if self._relayed:
                 raise Relayed
 
@@ -361,29 +407,31 @@ class PhasedTurn(PromptTurn):
             over(fault)
 
     def _account(self) -> None:
-        meeting = self._meeting
+        meeting, request = self._meeting, self._request
         if meeting is not None and self._first and self._outcome == "completed" and not self._presence.gone:
             meeting.part(_FREED_WITHIN)
             self._meeting = None
-        if self._request.undelivered or self._meeting is not None:
+        if request.undelivered or self._meeting is not None:
             self._let_go()
-        super()._account()
-        answer, seconds = self._answer, self._shared.metrics.phase_seconds
+        Turn._account(self)
+        answer = self._answer
         if self._parts is not None and answer is not None and answer.came and self._outcome == "completed":
-            sent, first, done = self._request.sent_at, self._began + answer.ttft, self._prefilled_at
+            sent, first, done = request.sent_at, self._began + answer.ttft, self._prefilled_at
             if meeting is None:
-                seconds.observe_each((self._queued_s, self._prefill_s, sent - done, first - sent))
+                spent = (self._queued_s, self._prefill_s, sent - done, first - sent)
             else:  # what is computed meanwhile hands over as it goes, to its last layer
                 prefill = max(0.0, min(done or first, first) - sent)
-                seconds.observe_each((self._queued_s, prefill, 0.0, max(0.0, first - max(sent, done))))
-        # Else it would live, with its body, until the collector comes.
-        self._request.missed = self._request.meeting = None
+                spent = (self._queued_s, prefill, 0.0, max(0.0, first - max(sent, done)))
+            self._shared.metrics.phase_seconds.observe_each(spent)
+        if request.missed is not None:
+            # Else it would live, with its body, until the collector comes.
+            request.missed = request.meeting = None
 
     def _own_lines(self) -> bytes:
         prefill = self._prefill
         if prefill is None:
-            return super()._own_lines()
-        return super()._own_lines() + _prefill_lines(prefill.target.worker.name, prefill.target.rank)
+            return Turn._own_lines(self)
+        return Turn._own_lines(self) + _prefill_lines(prefill.target.worker.name, prefill.target.rank)
 
     def _told(self) -> Told:
         prefill = self._prefill

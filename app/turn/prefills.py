@@ -65,39 +65,57 @@ class Prefills:
         model = request.fields.model
         return self._routing.prefilling(model) if model else None
 
-    def session(
-        self, request: Request, hint: Hint | None, handover: Handover
-    ) -> tuple[Binding | None, Decision | None]:
-        """Its hold on where its session's prompts are computed, and that, if it is known here and still so and nobody
-        would have it otherwise; else it is to be decided. No hold: it has no session, or one that ends with this turn
-        and is known to have no such place."""
-        identity = request.identity
-        session = identity.session
+    def known(self, request: Request, handover: Handover) -> Decision | None:
+        """Where its session's prompts are computed, if that is known here and still so; else it is to be decided, with
+        a `hold`. Nothing is held of it: the session's own claim is, for as long."""
+        session = request.identity.session
         if session is None:
-            return None, None
-        model = request.fields.model
-        serving = self._routing.prefilling(model) if model else None
-        key = self._routing.prefill_key(request, session, model if serving is not None and model else "")
-        affinity = self._affinity
-        if identity.final and not affinity.knows(key):
-            return None, None
-        binding = affinity.session(key, final=False)
-        if binding.bind_cached() and hint is None:
-            target = binding.target
-            worker = target.worker
-            if (
-                worker.phase == "prefill"
-                and worker.handover == handover
-                and worker.known
-                and not worker.health.evicting
-                and (serving is None or worker.name in serving)
-            ):
-                return binding, Decision(target, binding.how, "memory")
-        return binding, None
+            return None
+        routing, model = self._routing, request.fields.model
+        serving = routing.prefilling(model) if model else None
+        target = self._affinity.used(
+            routing.prefill_key(request, session, model if serving is not None and model else "")
+        )
+        if target is None:
+            return None
+        worker = target.worker
+        if (
+            worker.phase == "prefill"
+            and worker.handover == handover
+            and not worker.health.evicting
+            and (serving is None or worker.name in serving)
+        ):
+            return Decision(target, "cached", "memory")
+        return None
+
+    def hold(self, request: Request) -> Binding | None:
+        """On where its session's prompts are computed, as it is to be decided. None: it has no session, or one that
+        ends with this turn and is known to have no such place."""
+        identity = request.identity
+        if identity.session is None:
+            return None
+        key = self._key(request, identity.session)
+        if identity.final and not self._affinity.knows(key):
+            return None
+        binding = self._affinity.session(key, final=False)
+        binding.bind_cached()
+        return binding
 
     def _key(self, request: Request, session: tuple[bytes, ...]) -> str:
         model = request.fields.model or ""
         return self._routing.prefill_key(request, session, model if self._serving(request) is not None else "")
+
+    async def ending(self, request: Request, handover: Handover) -> Target | None:
+        """Where the prompts of a session were computed that ends with this turn and of which nothing is known here. Its
+        last one claims no such place."""
+        session = request.identity.session
+        if session is None:
+            return None
+        try:
+            target = (await self._affinity.look_up(self._key(request, session))).target
+        except TurnError:  # the store is away: it is placed as one without a session
+            return None
+        return target if target is not None and self.holds(target, request, handover) else None
 
     def placement(self, request: Request, hint: Hint | None, handover: Handover) -> Placement:
         """How that is placed where no claim stands."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from app.errors import TurnError
+from app.errors import ClientDisconnected, TurnError
 from app.fleet.capacity import Choice, Full, Slot
 from app.fleet.specs import HANDOVERS, Handover
 from app.fleet.workers import Target, Worker
@@ -23,7 +23,7 @@ from app.turn.handovers import TRANSFER, Halves, NoHandover, Parts, handover_in,
 from app.turn.meeting import Meeting, whole
 from app.turn.prefills import Phases
 from app.turn.releases import fetches
-from app.turn.request import Request
+from app.turn.request import COPIED, Request
 from app.turn.retry import Attempt, Next, Sent, after, after_busy, blame, connect, error_of, is_gone, is_silent, judge
 from app.turn.routing import Decision, Hint
 from app.turn.slots import Slots
@@ -62,13 +62,12 @@ class SplitRequest(Request):
 
     def _read_fields(self, body: bytes) -> None:
         """To be split it is read by its members; where it is long, then its fields are read of those."""
-        names = self._reading.fields.names
-        said = strict_members(body) if len(body) > _LONG and names is not None else None
-        if said is None or names is None:
-            super()._read_fields(body)
-            return
-        self._members, self._members_of = said, body
-        super()._read_fields(_encode({name: said[name] for name in names if name in said}))
+        if len(body) > _LONG and (names := self._reading.fields.names) is not None:
+            said = strict_members(body)
+            if said is not None:
+                self._members, self._members_of = said, body
+                body = _encode({name: said[name] for name in names if name in said})
+        Request._read_fields(self, body)  # not `super()`, here and below: it costs ten times as much
 
     @property
     def members(self) -> dict[str, msgspec.Raw] | None:
@@ -81,7 +80,7 @@ class SplitRequest(Request):
         if meeting is None and target.worker.handover == "sglang":
             self._check_unmet(connection, target.worker)
         self.undelivered = False
-        wake = super().send(connection, target)
+        wake = Request.send(self, connection, target)
         self.sent_at = time.monotonic()
         if meeting is not None and meeting.failed and self.missed is not None:
             self.missed(meeting)
@@ -98,11 +97,9 @@ class SplitRequest(Request):
 
     def send_prompt(self, connection: WorkerConnection, target: Target, prompt: bytes) -> Wake:
         """As `send`, to whoever computes the prompt: with another body, and nothing is noted of it."""
-        own, self.body = self.body, prompt
-        try:
-            return super().send(connection, target)
-        finally:
-            self.body = own
+        self._origin = target.worker.origin
+        head, body = (prompt, b"") if len(prompt) <= COPIED else (b"", prompt)
+        return connection.send(self._head(target, prompt, head), body, on_interim=self._pass_interim)
 
 
 class PromptTurn(Turn):
@@ -151,15 +148,10 @@ class PromptTurn(Turn):
     async def _leave_silent(self) -> bool:
         """Whether the turn goes on at another decode worker, because its own is silent."""
 
-    def _compute_prompt(self) -> Coroutine[Any, Any, None]:
+    def _compute_prompt(self, parts: Parts | Halves) -> Coroutine[Any, Any, None]:
         """Have it computed, and put into what the decode worker gets how that comes by it. Raises TurnError,
         ClientDisconnected."""
-        if self._handover is not None or self._meeting is not None:
-            self._let_go()
-        self._first = False
         self._read_at = 0.0
-        parts = self._parts
-        assert parts is not None
         return self._meet(parts) if isinstance(parts, Halves) else self._prefill_until_answered(parts)
 
     async def _prefill_until_answered(self, parts: Parts) -> None:
@@ -169,15 +161,16 @@ class PromptTurn(Turn):
             self._slots.give_back()  # who waits for a slot to prefill holds none, or tenants would wait for themselves
         lost = self._prefill_lost
         busy = again = False
-        binding, known = self._phases.prefills.session(request, self._prefill_hint, self._speaks)
+        known = self._known_place()
+        binding = None if known is not None else self._phases.prefills.hold(request)
         try:
             while True:
-                presence.raise_if_gone()
-                if known is None or lost or self._prefill_spared:
+                if presence.gone:
+                    raise ClientDisconnected
+                if known is None:
                     target = await self._decide(binding, lost)
                 else:
                     self._prefill, target = known, known.target
-                known = None
                 worker = target.worker
                 slot = None if self._slots is None else await self._slot_at(target)
                 self._prefilling = attempt = Attempt(target, loop, slot)
@@ -190,8 +183,11 @@ class PromptTurn(Turn):
                         request.trace_line = b"%b: %b\r\n" % trace.attempts(target, "prefill")
                     began = loop.time()
                     await request.send_prompt(connection, target, parts.prompt)
-                    answer = await whole(connection)
+                    response = connection.response
+                    answer = b"".join(response.pieces) if response.complete else await whole(connection)
                 except AttemptFailed as error:
+                    if known is not None:
+                        known, binding = None, self._phases.prefills.hold(request)
                     then = await self._after_failed(attempt, error, binding)
                     again = then is Next.AGAIN
                     if not again and then is not Next.ANEW:
@@ -200,15 +196,17 @@ class PromptTurn(Turn):
                 finally:
                     attempt.end()
                     self._prefilling = None
-                response = connection.response
                 status, headers = response.status, response.headers  # before somebody else has the connection
                 judge(worker.health, status)
                 if trace is not None:
                     trace.answered(status)
-                if status == 503 and not busy and self._is_computed_elsewhere(lost | {worker.name}, binding):
-                    busy = True
-                    lost |= {worker.name}
-                    continue
+                if status == 503 and not busy:
+                    if known is not None:
+                        known, binding = None, self._phases.prefills.hold(request)
+                    if self._is_computed_elsewhere(lost | {worker.name}, binding):
+                        busy = True
+                        lost |= {worker.name}
+                        continue
                 if binding is not None:
                     binding.answered(status)
                 self._prefilled_at = now = loop.time()
@@ -221,6 +219,14 @@ class PromptTurn(Turn):
         finally:
             if binding is not None:
                 binding.release()
+
+    def _known_place(self) -> Decision | None:
+        """Where the prompt is computed, if nothing speaks against where its session's were."""
+        if self._prefill_hint is not None or self._prefill_lost or self._prefill_spared:
+            return None
+        phases = self._shared.phases
+        assert phases is not None
+        return phases.prefills.known(self._request, self._speaks)
 
     async def _after_failed(self, attempt: Attempt, failure: AttemptFailed, binding: Binding | None) -> Next:
         """What follows for the prompt. Raises TurnError, ClientDisconnected."""
@@ -277,8 +283,13 @@ class PromptTurn(Turn):
             and hint is None
             and self._shared.fleet.has_other(spared, prefills.among(request, speaks), prefill=True)
         )
+        ending = None
+        if binding is None and not spared and request.identity.final:
+            ending = await self._presence.unless_gone(prefills.ending(request, speaks))
         try:
-            if aside or binding is None:
+            if ending is not None:
+                decision = prefills.of_session(ending, "stored", hint)
+            elif aside or binding is None:
                 decision = prefills.without_session(request, hint, spared if aside else lost, speaks)
             else:
                 if binding.how == "none":
@@ -296,7 +307,7 @@ class PromptTurn(Turn):
             raise
         if decision.overrides and self._prefill is None:
             self._shared.metrics.hints_overridden.inc()
-        if aside or binding is None:
+        if ending is None and (aside or binding is None):
             self._shared.fleet.note_placed(decision.target)
         self._prefill = decision
         return decision.target
@@ -323,7 +334,8 @@ class PromptTurn(Turn):
             raise TurnError("bad_handover", f"{error}: the worker {worker} prefills for no other one") from error
         request, self._handover = self._request, handover
         request.body, request.undelivered = with_member(self._whole, TRANSFER, handover), True
-        self._presence.raise_if_gone()
+        if self._presence.gone:
+            raise ClientDisconnected
 
     async def _pass_on(self, status: int, headers: list[Header], target: Target, body: bytes) -> None:
         """The prefill worker's error is the turn's."""
@@ -348,13 +360,7 @@ class PromptTurn(Turn):
         assert decision is not None
         if slots is not None and not slots.ready(decision.target):
             return  # it waits for that first. Who has it, and waits to prefill, is waited for by nobody who prefills
-        binding, known = self._phases.prefills.session(self._request, self._prefill_hint, self._speaks)
-        try:
-            attempt, connection = await self._reach(binding, known)
-        except BaseException:  # also when the turn is cut
-            if binding is not None:
-                binding.release()
-            raise
+        attempt, connection, binding = await self._reach()
         prompt, rest = halves.meeting(attempt.target, self._phases.room())
         span = None if self._trace is None else self._trace.beside(attempt.target)
         meeting = Meeting(attempt, binding, self._loop, self._prompt_ended, span)
@@ -367,35 +373,43 @@ class PromptTurn(Turn):
         meeting.begin(request.send_prompt(connection, attempt.target, prompt))
         request.body, request.undelivered = rest, True
 
-    async def _reach(self, binding: Binding | None, known: Decision | None) -> tuple[Attempt, WorkerConnection]:
-        """A prefill worker that can be connected to; `known`: as of `Prefills.session`. Raises TurnError,
+    async def _reach(self) -> tuple[Attempt, WorkerConnection, Binding | None]:
+        """A prefill worker that can be connected to, and the hold with which it was decided. Raises TurnError,
         ClientDisconnected."""
         metrics, presence = self._shared.metrics, self._presence
         fresh, self._fresh = self._fresh, False
         lost = self._prefill_lost
-        while True:
-            presence.raise_if_gone()
-            if known is None or lost or self._prefill_spared:
-                target = await self._decide(binding, lost)
-            else:
-                self._prefill, target = known, known.target
-            known = None
-            worker = target.worker
-            slot = None if self._slots is None else await self._slot_at(target, beside=True)
-            attempt = Attempt(target, self._loop, slot)
-            try:
-                connection = None if fresh else worker.pool.take()
-                return attempt, connection or await connect(worker, presence, metrics)
-            except AttemptFailed as error:
-                attempt.end()
-                blame(worker.health, error)
-                if after(error, Sent(free=self._is_free_to_choose(binding))) is not Next.ELSEWHERE:
-                    raise error_of(error) from error
-                metrics.retries.inc(Next.ELSEWHERE.value)
-                lost |= {worker.name}
-            except BaseException:  # also when the turn is cut
-                attempt.end()
-                raise
+        known = self._known_place()
+        binding = None if known is not None else self._phases.prefills.hold(self._request)
+        try:
+            while True:
+                presence.raise_if_gone()
+                if known is None:
+                    target = await self._decide(binding, lost)
+                else:
+                    self._prefill, target = known, known.target
+                worker = target.worker
+                slot = None if self._slots is None else await self._slot_at(target, beside=True)
+                attempt = Attempt(target, self._loop, slot)
+                try:
+                    connection = None if fresh else worker.pool.take()
+                    return attempt, connection or await connect(worker, presence, metrics), binding
+                except AttemptFailed as error:
+                    attempt.end()
+                    blame(worker.health, error)
+                    if known is not None:
+                        known, binding = None, self._phases.prefills.hold(self._request)
+                    if after(error, Sent(free=self._is_free_to_choose(binding))) is not Next.ELSEWHERE:
+                        raise error_of(error) from error
+                    metrics.retries.inc(Next.ELSEWHERE.value)
+                    lost |= {worker.name}
+                except BaseException:  # also when the turn is cut
+                    attempt.end()
+                    raise
+        except BaseException:  # also when the turn is cut
+            if binding is not None:
+                binding.release()
+            raise
 
     def _prompt_ended(self, meeting: Meeting) -> None:
         if meeting is not self._meeting:

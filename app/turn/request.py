@@ -38,7 +38,7 @@ _YES = frozenset({b"1", b"true", b"yes", b"on"})
 _STREAMED_FROM = 256 * 1024
 """Bytes from which on a request body that says nothing of routing goes through as it comes; smaller ones, whole, can be
 sent again."""
-_COPIED = 65536
+COPIED = 65536
 """Bytes of a body up to which it is sent in one piece with its head."""
 _EMPTY_BODY_METHODS = frozenset({b"POST", b"PUT", b"PATCH"})
 """Methods whose requests say `content-length: 0` when they have no body (RFC 9110 8.6)."""
@@ -283,10 +283,10 @@ class Request:
         self._origin = target.worker.origin
         body = self.body
         if not self.once and self._exchange.method != b"HEAD":
-            if len(body) <= _COPIED:
-                return connection.send(self._head(target, body), b"", on_interim=self._pass_interim)
-            return connection.send(self._head(target), body, on_interim=self._pass_interim)
-        head = self._head(target)
+            if len(body) <= COPIED:
+                return connection.send(self._head(target, body, body), b"", on_interim=self._pass_interim)
+            return connection.send(self._head(target, body), body, on_interim=self._pass_interim)
+        head = self._head(target, body)
         expected = Expected.HEAD if self._exchange.method == b"HEAD" else Expected.ANSWER
         return connection.send(
             head,
@@ -298,14 +298,10 @@ class Request:
 
     def whole(self, target: Target, body: bytes) -> bytes:
         """Head and body for `target`, for who sends it beside the turn, which is one that can be sent again."""
-        own, self.body = self.body, body
-        try:
-            return self._head(target) + body
-        finally:
-            self.body = own
+        return self._head(target, body, body)
 
-    def _head(self, target: Target, body: bytes = b"") -> bytes:
-        """As `target` gets it, with `body` behind it."""
+    def _head(self, target: Target, body: bytes, behind: bytes = b"") -> bytes:
+        """As `target` gets it that gets this `body`, with what is sent `behind` it in one piece."""
         exchange, reading, worker = self._exchange, self._reading, target.worker
         parts = [
             exchange.method,
@@ -329,9 +325,9 @@ class Request:
             parts.append(
                 b"\r\ntransfer-encoding: chunked" if self._length < 0 else b"\r\ncontent-length: %d" % self._length
             )
-        elif self.body or self._length >= 0 or exchange.method in _EMPTY_BODY_METHODS:
-            parts.append(b"\r\ncontent-length: %d" % len(self.body))
-        parts += (b"\r\n\r\n", body)
+        elif body or self._length >= 0 or exchange.method in _EMPTY_BODY_METHODS:
+            parts.append(b"\r\ncontent-length: %d" % len(body))
+        parts += (b"\r\n\r\n", behind)
         return b"".join(parts)
 
     async def send_rest(self, connection: WorkerConnection) -> None:

@@ -1,7 +1,8 @@
 """`python -m tests.clients.install [NAME ...]`: each library in an environment of its own below `.bench/clients/`.
 
 What is installed already as it is pinned is left alone. What cannot be installed here is left out with a message: its
-tests are skipped. vLLM is large (1.2 GB), and installed only if it is named.
+tests are skipped. vLLM, with what two of them need to hand prompts over, is large (1.4 GB), and installed only if it is
+named, or with `--all`.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ def command(name: str, script: str) -> list[str]:
 
 
 def main() -> int:
-    """Install what is named, or all that is not large. Returns the exit code: 0 also if some were left out."""
+    """Install what is named, or all that is wanted. Returns the exit code: 0 also if some were left out."""
     pins = {path.stem.removeprefix("requirements-"): path for path in sorted(HERE.glob("requirements-*.txt"))}
     pins |= {path.name.removesuffix(".package.json"): path for path in sorted((HERE / "js").glob("*.package.json"))}
     parser = argparse.ArgumentParser(prog="python -m tests.clients.install")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(pins)} (all but vllm)")
-    names = parser.parse_args().names or [name for name in pins if name not in LARGE]
+    parser.add_argument("--all", action="store_true", help="what is large too")
+    said = parser.parse_args()
+    names = said.names or [name for name in pins if said.all or name not in LARGE]
     if unknown := [name for name in names if name not in pins]:
         parser.error(f"not known: {', '.join(unknown)}")
     for name in names:

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import httpx
 import pytest
 
 from tests.clients.vllm import ENVIRONMENT, MODEL, START_SECONDS, installed, make_model, standing_vllm
@@ -24,6 +25,11 @@ TEXT = (
     "A conversation is a coat, the worker that has its cache is the hook, and the session id is the claim ticket. " * 12
 )
 TRANSFER = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu", "kv_load_failure_policy": "fail"}
+SHARING = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""Each engine would bind its threads to the same cores as the other one, and spin there."""
+PATIENCE = 300.0
+"""Seconds for an answer: before its first hand-over each engine makes ready what only requests need, and the two shake
+hands."""
 FETCHED = "vllm:external_prefix_cache_hits_total"
 ANSWERS = [("/v1/chat/completions", False), ("/v1/chat/completions", True), ("/v1/messages", False)]
 ANSWERS += [("/v1/messages", True), ("/v1/completions", False)]
@@ -39,7 +45,7 @@ class Split:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Who prefills, and who decodes."""
     if not installed() or not [*ENVIRONMENT.glob("lib/python*/site-packages/nixl")]:
-        pytest.skip("vllm, or nixl beside it, is not installed: tests.clients.install vllm; pip install nixl nixl-cu12")
+        pytest.skip("vllm, or nixl beside it, is not installed: python -m tests.clients.install vllm")
     folder = tmp_path_factory.mktemp("phases")
     model = make_model(folder / "model")
     with contextlib.ExitStack() as stack:
@@ -47,7 +53,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         for role, side in zip(("kv_producer", "kv_consumer"), free_ports(2), strict=True):
             option = f"--kv-transfer-config={json.dumps({**TRANSFER, 'kv_role': role})}"
             settings = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
-            settings |= {"UCX_TLS": "tcp,self,cma,posix,sysv"}
+            settings |= {"UCX_TLS": "tcp,self,cma,posix,sysv", **SHARING}
             urls.append(stack.enter_context(standing_vllm(model, folder / f"{role}.log", option, settings=settings)))
         yield urls[0], urls[1]
 
@@ -76,10 +82,13 @@ async def fetched(url: str) -> float:
 @pytest.mark.parametrize(("path", "stream"), ANSWERS)
 async def test_each_prompt_is_computed_at_one_and_fetched_by_the_other(split: Split, path: str, stream: bool) -> None:
     before = await fetched(split.decode)
-    answer = await ask(split.replica.url, "POST", path, JSON, request(path, stream=stream))
-    assert answer.status == 200, answer.body
-    assert b'"error"' not in answer.body
-    assert (answer.get("x-coatcheck-prefill-worker"), answer.worker) == ("p", "d")
+    async with httpx.AsyncClient(trust_env=False, timeout=PATIENCE) as client:
+        url, body = split.replica.url + path, request(path, stream=stream)
+        answer = await client.post(url, content=body, headers=dict(JSON))
+    assert answer.status_code == 200, answer.text
+    assert '"error"' not in answer.text
+    headers = answer.headers
+    assert (headers["x-coatcheck-prefill-worker"], headers["x-coatcheck-worker"]) == ("p", "d")
     assert await fetched(split.decode) > before + 256
 
 

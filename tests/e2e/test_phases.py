@@ -7,8 +7,8 @@ import asyncio
 import random
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -29,6 +29,8 @@ class Fleet:
     prefill: list[Worker]
     decode: list[Worker]
     replicas: list[Replica]
+    on_etcd: list[Replica] = field(default_factory=list)
+    """Two more, once somebody has asked for them."""
 
     @property
     def workers(self) -> list[Worker]:
@@ -62,10 +64,29 @@ def fleet(module_processes: Processes) -> Fleet:
     return Fleet(prefill, decode, module_processes.replicas_with(options, options))
 
 
+@pytest.fixture(scope="module")
+def on_etcd(fleet: Fleet, module_processes: Processes) -> Iterator[list[Replica]]:
+    """Two replicas before the same workers, with their claims in etcd."""
+    with EtcdServer() as etcd:
+        options = [f"--claims={etcd.url()}", f"--store-deadline={PATIENCE}", "--prefill-from=0"]
+        options += named(fleet.prefill, fleet.decode)
+        fleet.on_etcd = module_processes.replicas_with(options, options)
+        yield fleet.on_etcd
+        for replica in fleet.on_etcd:
+            replica.process.kill()
+
+
+@pytest.fixture(params=["file", "etcd"])
+def replicas(request: pytest.FixtureRequest, fleet: Fleet) -> list[Replica]:
+    """With their claims in a store of each kind that replicas can share."""
+    found: list[Replica] = fleet.replicas if request.param == "file" else request.getfixturevalue("on_etcd")
+    return found
+
+
 @pytest.fixture(autouse=True)
 async def at_rest(fleet: Fleet) -> AsyncIterator[None]:
     yield
-    for replica in fleet.replicas:
+    for replica in [*fleet.replicas, *fleet.on_etcd]:
         await rest(replica)
 
 
@@ -147,8 +168,53 @@ async def test_a_frozen_worker_of_either_phase_fails_no_turn_and_keeps_its_sessi
         replica.process.terminate()
 
 
+async def test_on_etcd_workers_of_both_phases_are_drained_while_clients_leave(
+    fleet: Fleet, on_etcd: list[Replica]
+) -> None:
+    sessions = [new_session() for _ in range(24)]
+    failed: list[str] = []
+    done = 0
+    ends = asyncio.Event()
+
+    async def client(number: int) -> None:
+        nonlocal done
+        chance = random.Random(number)
+        while not ends.is_set():
+            async with await Wire.to(on_etcd[number % 2].url) as wire:
+                wire.chat(session=chance.choice(sessions), stream=number % 4 < 2, content=TEXT)
+                if number % 3 == 0:
+                    await asyncio.sleep(chance.uniform(0.0, 0.12))  # and leaves
+                else:
+                    answer = await wire.answer()
+                    if answer.status != 200 or b'"error"' in answer.body:
+                        failed.append(f"{answer.status} {answer.body!r}")
+            done += 1
+
+    async def beyond(more: int) -> None:
+        aim = done + more
+        await wait_until(lambda: done > aim, LIMIT)
+
+    async def mark(path: str) -> None:
+        for name in ("p0", "d0"):
+            said = await ask(on_etcd[0].url, "POST", f"/admin/workers/{name}/{path}")
+            assert said.status == 200, said.body
+
+    async def drained() -> bool:
+        return not any(state["active"] for state in await states([fleet.prefill[0], fleet.decode[0]]))
+
+    clients = [asyncio.create_task(client(number)) for number in range(12)]
+    await beyond(60)
+    await mark("drain?deadline=0.5")
+    await beyond(150)
+    await wait_until(drained, LIMIT)
+    ends.set()
+    await asyncio.gather(*clients)
+    assert failed == []
+    await mark("uncordon")
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-async def test_a_worker_of_either_phase_is_killed_under_load(fleet: Fleet, phase: str) -> None:
+async def test_a_worker_of_either_phase_is_killed_under_load(fleet: Fleet, replicas: list[Replica], phase: str) -> None:
     sessions = [new_session() for _ in range(40)]
     doomed = fleet.prefill[0] if phase == "prefill" else fleet.decode[0]
     failed: list[str] = []
@@ -160,7 +226,7 @@ async def test_a_worker_of_either_phase_is_killed_under_load(fleet: Fleet, phase
         chance = random.Random(number)
         while not ends.is_set():
             session = chance.choice(sessions)
-            async with await Wire.to(fleet.replicas[number % 2].url) as wire:
+            async with await Wire.to(replicas[number % 2].url) as wire:
                 wire.chat(session=session, stream=number % 4 < 2, messages=[{"role": "user", "content": TEXT}])
                 status = (await wire.head()).status
                 try:
@@ -185,17 +251,17 @@ async def test_a_worker_of_either_phase_is_killed_under_load(fleet: Fleet, phase
         fleet.decode.remove(doomed)
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing_behind(fleet: Fleet) -> None:
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(fleet: Fleet, replicas: list[Replica]) -> None:
     before = sum(state["staged"] for state in await states(fleet.prefill))
     chance = random.Random(11)
 
     async def leaves(number: int) -> None:
-        async with await Wire.to(fleet.replicas[number % 2].url) as wire:
+        async with await Wire.to(replicas[number % 2].url) as wire:
             wire.chat(session=new_session(), stream=number % 2 == 0, messages=[{"role": "user", "content": TEXT}])
             await asyncio.sleep(chance.uniform(0.0, longest))
 
     async def some_released() -> bool:
-        counts = [total(await metrics(replica), "coatcheck_handovers_released_total") for replica in fleet.replicas]
+        counts = [total(await metrics(replica), "coatcheck_handovers_released_total") for replica in replicas]
         return sum(counts) > 0
 
     longest, rounds, give_up_at = 0.12, 0, time.monotonic() + LIMIT
@@ -211,59 +277,6 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(fleet: Flee
     await wait_until(nothing_left, LIMIT)
     assert sum(state["expired"] for state in await states(fleet.prefill)) == 0
     assert await some_released()
-
-
-async def test_on_etcd_workers_of_both_phases_are_drained_while_clients_leave(
-    fleet: Fleet, module_processes: Processes
-) -> None:
-    sessions = [new_session() for _ in range(24)]
-    failed: list[str] = []
-    done = 0
-    ends = asyncio.Event()
-    with EtcdServer() as etcd:
-        options = [f"--claims={etcd.url()}", f"--store-deadline={PATIENCE}", "--prefill-from=0"]
-        options += named(fleet.prefill, fleet.decode)
-        replicas = module_processes.replicas_with(options, options)
-
-        async def client(number: int) -> None:
-            nonlocal done
-            chance = random.Random(number)
-            while not ends.is_set():
-                async with await Wire.to(replicas[number % 2].url) as wire:
-                    wire.chat(session=chance.choice(sessions), stream=number % 4 < 2, content=TEXT)
-                    if number % 3 == 0:
-                        await asyncio.sleep(chance.uniform(0.0, 0.12))  # and leaves
-                    else:
-                        answer = await wire.answer()
-                        if answer.status != 200 or b'"error"' in answer.body:
-                            failed.append(f"{answer.status} {answer.body!r}")
-                done += 1
-
-        async def beyond(more: int) -> None:
-            aim = done + more
-            await wait_until(lambda: done > aim, LIMIT)
-
-        clients = [asyncio.create_task(client(number)) for number in range(12)]
-        await beyond(60)
-        for name in ("p0", "d0"):
-            said = await ask(replicas[0].url, "POST", f"/admin/workers/{name}/drain?deadline=0.5")
-            assert said.status == 200, said.body
-        await beyond(150)
-
-        async def drained() -> bool:
-            states = [
-                await ask(fleet.prefill[0].url, target="/mock/state"),
-                await ask(fleet.decode[0].url, target="/mock/state"),
-            ]
-            return not any(state.json["active"] for state in states)
-
-        await wait_until(drained, LIMIT)
-        ends.set()
-        await asyncio.gather(*clients)
-        assert failed == []
-        for replica in replicas:
-            await rest(replica)
-            replica.process.kill()
 
 
 async def test_workers_that_are_asked_at_once_meet_and_leave_nothing_behind(module_processes: Processes) -> None:

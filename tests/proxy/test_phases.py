@@ -123,6 +123,17 @@ async def test_the_final_ends_both_claims_before_its_end_is_seen() -> None:
         assert (await room.claimed("s"), await room.claimed("s", "", "prefill", "")) == (None, None)
 
 
+async def test_the_final_at_a_replica_that_knows_nothing_is_prefilled_where_the_session_was() -> None:
+    async with phased() as room:
+        for number in range(6):
+            first = await room.turn(f"s{number}")
+            last = await room.turn(f"s{number}", at=1, headers=FINAL)
+            assert places(last) == places(first)
+            only = await room.turn(f"once{number}", headers=FINAL)
+            assert None not in places(only)
+            assert await room.claimed(f"once{number}", "", "prefill", "") is None
+
+
 async def test_a_child_is_prefilled_and_decoded_where_its_parent_is() -> None:
     async with phased(prefill=3, decode=3, replicas=1) as room:
         parent = await room.turn("s")

@@ -617,6 +617,42 @@ async def test_busy_session_is_renewed_at_most_four_times_per_ttl() -> None:
 
 
 @in_virtual_time
+async def test_who_only_uses_a_session_is_no_turn_of_it_and_keeps_its_claim() -> None:
+    """As a prompt does that is computed where its session's were."""
+    inner = memory()
+    store = scripted(inner)
+    loop = asyncio.get_running_loop()
+    async with running(store) as r:
+        assert r.affinity.used(KEY) is None
+        maker = await r.turn()
+        assert r.affinity.used(KEY) is None, "no turn of it was answered: it goes if this one fails"
+        maker.answered(200)
+        assert r.affinity.used(KEY) is maker.target
+        maker.release()
+        began = loop.time()
+        uses = 0
+        while loop.time() < began + 5 * TTL:
+            if r.affinity.used(KEY) is None:
+                assert await r.visit() == (maker.target.worker.name, "stored")  # it was to be read again
+            uses += 1
+            assert r.turns() == 0
+            await settle()
+            claim = await inner.get(KEY)
+            assert claim is not None
+            assert claim.expires_at >= loop.time() + TTL - 5
+            await asyncio.sleep(5)
+        assert store.calls["renew"] <= 20
+        assert store.calls["get"] + store.calls["create_or_get"] < uses / 4
+        await inner.close(claim)
+        await settle()
+        assert r.affinity.used(KEY) is None
+        last = await r.turn(final=True)
+        last.answered(200)
+        assert r.affinity.used(KEY) is None, "it ends"
+        last.release()
+
+
+@in_virtual_time
 async def test_long_turn_keeps_its_claim() -> None:
     inner = memory()
     store = scripted(inner)

@@ -73,6 +73,17 @@ def test_histogram_with_labels() -> None:
     assert histogram.family().cells == [(("get",), [1, 1, 2.5])]
 
 
+def test_histogram_of_what_comes_together() -> None:
+    histogram = Histogram("x_seconds", "x", (1.0, 2.0), {"part": ("a", "b")})
+    for number in range(100):  # more than are sorted at a time
+        histogram.observe_each((0.0, 1.0 + number % 2))
+    histogram.observe_each((1.0, 9.0))
+    assert histogram.family().cells == [(("a",), [101, 0, 0, 1.0]), (("b",), [50, 50, 1, 159.0])]
+    histogram.observe_each((3.0, 3.0))
+    histogram.forget()
+    assert histogram.family().cells == []
+
+
 def test_gauges_are_read_when_scraped() -> None:
     metrics = Metrics()
     value = 1.0

@@ -22,8 +22,9 @@ from app.http.exchange import Exchange
 from app.http.inplace import Wake
 from app.http.worker import Sink, WorkerConnection
 from app.sessions.identity import Identifier
-from app.turn.handovers import Halves, Parts, split, worded
+from app.turn.handovers import Halves, NoHandover, Parts, handover_in, split, worded
 from app.turn.meeting import Meeting
+from app.turn.phases import spoken
 from app.turn.prompts import SplitRequest
 from app.turn.request import Reading, Request
 from app.turn.retry import Attempt
@@ -150,6 +151,64 @@ async def test_what_only_those_serve_that_prefill_is_served_by_nobody() -> None:
 )  # fmt: skip
 def test_what_cannot_be_read_goes_whole_for_the_worker_to_judge(body: bytes) -> None:
     assert split(body) is None
+
+
+_BLOCKS = (
+    b'{"do_remote_prefill":true,"remote_block_ids":[[1,2]],"remote_engine_id":"e","remote_host":"h","remote_port":1}'
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (b'{"id":"x","kv_transfer_params":%b}' % _BLOCKS, ""),
+        (b'{"kv_transfer_params":%b,"id":"x"} \n' % _BLOCKS, ""),
+        (b'{"kv_transfer_params":null,"kv_transfer_params":%b}' % _BLOCKS, ""),
+        (b'{"kv_transfer_params":%b,"kv_transfer_params":null}' % _BLOCKS, "missing"),
+        (b'{"id":"x"}', "missing"),
+        (b'{"inner":{"kv_transfer_params":%b}}' % _BLOCKS, "missing"),
+        (b'{"text":"\\"kv_transfer_params\\":%b"}' % _BLOCKS.replace(b'"', b'\\"'), "missing"),
+        (b'{"kv_transfer_params":%b' % _BLOCKS, "malformed"),
+        (b'{"kv_transfer_params":{}}', "malformed"),
+        (b'{"kv_transfer_params":%b}' % _BLOCKS.replace(b"[[1,2]]", b"[ ]"), "malformed"),
+        (b'{"kv_transfer_params":%b}' % _BLOCKS.replace(b"true", b"false"), "malformed"),
+        (b"", "malformed"),
+    ],
+    ids=range(12),
+)
+def test_a_hand_over_is_found_wherever_the_answer_says_it(answer: bytes, kind: str) -> None:
+    if not kind:
+        assert handover_in(answer) == _BLOCKS
+        return
+    with pytest.raises(NoHandover) as told:
+        handover_in(answer)
+    assert told.value.kind == kind
+
+
+_OPENS = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
+_SAYS = b'data: {"choices":[{"index":0,"delta":{"content":"word"}}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b'{"id":"x"}', b'{"id":"x"}'),
+        (b"", b""),
+        (_OPENS, b""),
+        (_OPENS + b"\n", b""),
+        (_OPENS + b"\n\n", b""),
+        (_OPENS + b"\n\n" + _SAYS, _SAYS),
+        (_OPENS + b"\r\n\r\n" + _SAYS, _SAYS),
+        (_SAYS, _SAYS),
+        (_SAYS + _OPENS + b"\n\n", _SAYS + _OPENS + b"\n\n"),
+        (b"event: message_start\ndata: {}\n\n" + _SAYS, _SAYS),
+        (b"event: error\ndata: {}\n\n", b"event: error\ndata: {}\n\n"),
+        (b"data: " + b"x" * 9000, b"data: " + b"x" * 9000),
+    ],
+    ids=range(12),
+)
+def test_an_event_that_opens_a_stream_says_nothing_yet(text: bytes, said: bytes) -> None:
+    assert spoken(text) == said
 
 
 def test_half_a_character_in_a_text_is_passed_to_both_as_it_is() -> None:

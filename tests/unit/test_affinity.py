@@ -643,6 +643,7 @@ async def test_who_only_uses_a_session_is_no_turn_of_it_and_keeps_its_claim() ->
             await asyncio.sleep(5)
         assert store.calls["renew"] <= 20
         assert store.calls["get"] + store.calls["create_or_get"] < uses / 4
+        assert claim is not None
         await inner.close(claim)
         await settle()
         assert r.affinity.used(KEY) is None

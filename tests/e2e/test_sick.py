@@ -224,11 +224,13 @@ async def test_a_sick_worker_costs_few_turns_and_keeps_no_session(both: Both, ho
 
     async def begin(fleet: Fleet) -> None:
         at = bound[fleet.replicas[0].url] = {}
-        # One that was sick a moment ago may be given little at first.
-        while since == "mid-run" and not {worker.name for worker in fleet.workers} <= set(at.values()):
-            assert len(at) < 300
-            answers = await fleet.each([new_session() for _ in range(30)])
+        given: Counter[str | None] = Counter()
+        # One that was sick a moment ago is given little at first, and then more than its share until all have as many.
+        while since == "mid-run" and not (0 < given[fleet.sick.name] <= MOST_FAILED and len(given) == 3):
+            assert len(at) < 900
+            answers = await fleet.each([new_session() for _ in range(AT_ONCE)])
             at |= {session: worker for session, (status, worker) in answers.items() if status == 200}
+            given = Counter(worker for _, worker in answers.values())
 
     async def suffer(fleet: Fleet) -> None:
         await _suffer(fleet, bound[fleet.replicas[0].url])

@@ -281,14 +281,21 @@ async def late(port: int, seconds: float, hangs: asyncio.Event) -> AsyncIterator
                         await asyncio.sleep(0.01)
                 writer.write(data)
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        current = asyncio.current_task()
+        assert current is not None
+        running.append(current)
         there, back = await asyncio.open_connection("127.0.0.1", port)
         await asyncio.gather(carry(reader, back, True), carry(there, writer, False))
 
+    running: list[asyncio.Task[Any]] = []
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     yield server.sockets[0].getsockname()[1]
     server.close()
+    await until(lambda: all(task.done() for task in running))
 
 
 async def test_a_peer_whose_store_hangs_is_still_asked_what_it_knows(here: Replica, other: Other) -> None:

@@ -18,7 +18,8 @@ from tests.support.etcd import EtcdServer
 from tests.support.processes import Processes, Replica, Worker, metrics, total, turns, wait_until
 from tests.support.wire import Cut, Wire, ask
 
-SESSIONS = 100
+SESSIONS = 150
+"""On each kind of store."""
 CLIENTS = 16
 LIMIT = 60.0
 TEXT = "word " * 300
@@ -65,15 +66,20 @@ def fleet(module_processes: Processes) -> Fleet:
 
 
 @pytest.fixture(scope="module")
-def on_etcd(fleet: Fleet, module_processes: Processes) -> Iterator[list[Replica]]:
+def etcd() -> Iterator[EtcdServer]:
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def on_etcd(fleet: Fleet, etcd: EtcdServer, module_processes: Processes) -> Iterator[list[Replica]]:
     """Two replicas before the same workers, with their claims in etcd."""
-    with EtcdServer() as etcd:
-        options = [f"--claims={etcd.url()}", f"--store-deadline={PATIENCE}", "--prefill-from=0"]
-        options += named(fleet.prefill, fleet.decode)
-        fleet.on_etcd = module_processes.replicas_with(options, options)
-        yield fleet.on_etcd
-        for replica in fleet.on_etcd:
-            replica.process.kill()
+    options = [f"--claims={etcd.url()}", f"--store-deadline={PATIENCE}", "--prefill-from=0"]
+    options += named(fleet.prefill, fleet.decode)
+    fleet.on_etcd = module_processes.replicas_with(options, options)
+    yield fleet.on_etcd
+    for replica in fleet.on_etcd:
+        replica.process.kill()
 
 
 @pytest.fixture(params=["file", "etcd"])
@@ -102,13 +108,13 @@ async def turn(replica: Replica, session: str, *, stream: bool = False) -> tuple
         return answer.status, answer.body
 
 
-async def test_first_turns_that_come_at_once_meet_in_both_phases(fleet: Fleet) -> None:
+async def test_first_turns_that_come_at_once_meet_in_both_phases(fleet: Fleet, replicas: list[Replica]) -> None:
     sessions = [new_session() for _ in range(SESSIONS)]
     many = asyncio.Semaphore(40)
 
     async def both(session: str) -> None:
         async with many:
-            answers = await asyncio.gather(*(turn(replica, session) for replica in fleet.replicas))
+            answers = await asyncio.gather(*(turn(replica, session) for replica in replicas))
             assert [status for status, _ in answers] == [200, 200]
 
     await asyncio.gather(*map(both, sessions))
@@ -126,11 +132,12 @@ async def test_first_turns_that_come_at_once_meet_in_both_phases(fleet: Fleet) -
         assert {number for where in places.values() for number in where} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("store", ["file", "etcd"])
 async def test_a_frozen_worker_of_either_phase_fails_no_turn_and_keeps_its_sessions(
-    fleet: Fleet, module_processes: Processes
+    fleet: Fleet, etcd: EtcdServer, module_processes: Processes, store: str
 ) -> None:
-    claims = f"--claims=file://{module_processes.folder}/frozen"
-    options = [claims, f"--store-deadline={PATIENCE}", "--prefill-from=0", "--first-byte-timeout=10"]
+    claims = f"file://{module_processes.folder}/frozen" if store == "file" else etcd.url("frozen")
+    options = [f"--claims={claims}", f"--store-deadline={PATIENCE}", "--prefill-from=0", "--first-byte-timeout=10"]
     options += ["--probe-interval=1", "--down-after=300", *named(fleet.prefill, fleet.decode)]
     replicas = module_processes.replicas_with(options, options)
     places = {new_session(): place for place in (("p0", "d1"), ("p1", "d0"), ("p1", "d2")) for _ in range(4)}

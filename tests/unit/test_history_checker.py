@@ -484,6 +484,17 @@ def test_a_late_claim_of_a_replica_that_died_is_believed(replica: str, legal: bo
     assert story.broken_rules() == ([] if legal else ["moved without cause"])
 
 
+@pytest.mark.parametrize(("held_up", "legal"), [(6.0, True), (1.0, False)])
+def test_a_claim_that_has_lapsed_while_a_turn_was_held_up_is_known_to_nobody(held_up: float, legal: bool) -> None:
+    story = Story("etcd", ttl=3)
+    story.turn(0, "created", "w1")
+    story.fault("replica-frozen", "r1", 0.4, 0.4 + held_up)
+    story.turn(0.5, "created" if legal else "stored", "w1", replica="r1", begun=held_up, lasts=held_up + 0.1)
+    story.fault("store-cut", "r0", held_up + 0.7, held_up + 2.5)
+    story.turn(held_up + 1.5, "degraded", "w0")
+    assert story.broken_rules() == ([] if legal else ["moved without cause"])
+
+
 @pytest.mark.parametrize(("ill", "legal"), [("w0", True), ("w3", False)])
 def test_a_session_goes_on_from_the_other_place_when_that_is_lost(ill: str, legal: bool) -> None:
     story = outage("etcd")

@@ -368,6 +368,7 @@ def check_moves(session: _Session, verdict: Verdict) -> None:
     served.sort(key=lambda each: each[1].start)
     closes = [(each.lo, each.hi) for each in releases if each.reason not in ("worker lost", "expiry")]
     closes += [(each.start, each.start) for each in session.turns if session.idle(each)]
+    closes += [(each[1].start, each[1].start) for each in served if session.had_lapsed(*each)]
     for number, (turn, record) in enumerate(served):
         before = [each for each in served[:number] if each[1].start < turn.start]
         if not before or before[-1][1].worker == record.worker:
@@ -877,6 +878,13 @@ class _Session:
         """Whether no turn was served in the TTL before."""
         ends = [self._ends[each.id] for each in self.turns if each.start < turn.start and self.records[each.id]]
         return bool(ends) and turn.start >= max(ends) + self.faults.rules.ttl - EARLY
+
+    def had_lapsed(self, turn: Sent, record: Served) -> bool:
+        """Whether it was created after no turn had been served for a TTL: it was held up on its way for so long."""
+        ends = [
+            self._ends[each.id] for each in self.turns for other in self.records[each.id] if other.start < record.start
+        ]
+        return turn.affinity == "created" and bool(ends) and record.start >= max(ends) + self.faults.rules.ttl - EARLY
 
     def ended(self, turn: Sent) -> float:
         return self._ends[turn.id]

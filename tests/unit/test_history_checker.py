@@ -491,7 +491,7 @@ def test_a_claim_that_has_lapsed_while_a_turn_was_held_up_is_known_to_nobody(hel
     story.fault("replica-frozen", "r1", 0.4, 0.4 + held_up)
     story.turn(0.5, "created" if legal else "stored", "w1", replica="r1", begun=held_up, lasts=held_up + 0.1)
     story.turn(held_up + 2.2, "cached", "w1", replica="r1")
-    story.fault("replica-killed", "r1", held_up + 3.0, held_up + 5.0)
+    story.fault("replica-killed", "r1", held_up + 3.29, held_up + 5.0)
     story.fault("store-cut", "r0", held_up + 3.0, held_up + 5.0)
     story.turn(held_up + 3.3, "degraded", "w0")
     assert story.broken_rules() == ([] if legal else ["moved without cause"])

@@ -34,9 +34,9 @@ pytestmark = pytest.mark.timeout(300)  # a busy machine takes its time to start 
 
 NEW = 300
 AT_ONCE = 30
-MOST_FAILED = AT_ONCE // 3
-"""Of the turns that come before any has failed as many go to the sick worker as to each of the others. On a busy
-machine these are all that run at once."""
+MOST_FAILED = AT_ONCE // 3 + 4
+"""Of the turns that come before any has failed as many go to the sick worker as to each of the others: a third of what
+runs at once. Beyond that 1 or 2 more fail on a quiet machine, and 3 were seen on a busy one."""
 FIRST_BYTE = 4.0
 """Seconds; who is well must answer within them on a busy machine, too."""
 SLOW_START = 0.5
@@ -224,13 +224,11 @@ async def test_a_sick_worker_costs_few_turns_and_keeps_no_session(both: Both, ho
 
     async def begin(fleet: Fleet) -> None:
         at = bound[fleet.replicas[0].url] = {}
-        given: Counter[str | None] = Counter()
-        # One that was sick a moment ago is given little at first, and then more than its share until all have as many.
-        while since == "mid-run" and not (0 < given[fleet.sick.name] <= MOST_FAILED and len(given) == 3):
-            assert len(at) < 900
+        # One that was sick a moment ago may be given little at first.
+        while since == "mid-run" and not {worker.name for worker in fleet.workers} <= set(at.values()):
+            assert len(at) < 300
             answers = await fleet.each([new_session() for _ in range(AT_ONCE)])
             at |= {session: worker for session, (status, worker) in answers.items() if status == 200}
-            given = Counter(worker for _, worker in answers.values())
 
     async def suffer(fleet: Fleet) -> None:
         await _suffer(fleet, bound[fleet.replicas[0].url])
